@@ -85,8 +85,21 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
 
 
 def call_loss(batch: Batch, plan: MicrobatchPlan) -> Any:
-    """Returns what `compute_loss` returns; raises ValueError if it freezes or unfreezes layers."""
-    result = call_user(plan.compute_loss, batch, training=True)
+    """Returns what `compute_loss` returns.
+
+    Raises:
+        ValueError: if it freezes or unfreezes layers.
+        RuntimeError: if replicas would have to meet in the middle of a compiled pass.
+    """
+    try:
+        result = call_user(plan.compute_loss, batch, training=True)
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise RuntimeError(
+            "`compute_loss` must not call all_reduce or another collective of TensorFlow: use "
+            'self.all_gather, with loss_reduction="global".'
+        ) from error
     if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
         raise ValueError(
             "`compute_loss` must leave `trainable` of the layers as it is; got another value for "

@@ -361,3 +361,42 @@ def test_a_loss_that_is_added_in_a_rematerialized_layer_is_refused():
         "be reported but have no gradient, as in Keras. Add it outside, from what the "
         'rematerialized layer returns, or create the layer in keras.RematScope("activations").'
     )
+
+
+class Centered(keras.layers.Layer):
+    """Takes off the mean over all replicas."""
+
+    def call(self, x):
+        """Returns what is left."""
+        context = tf.distribute.get_replica_context()
+        if context is None:  # while the model is built
+            return x
+        return x - context.all_reduce("mean", tf.reduce_mean(x, axis=0, keepdims=True))
+
+
+@pytest.mark.parametrize("place", ["loss", "layer", "condition"])
+def test_a_collective_in_the_loss_is_refused(mirrored, place):
+    """TensorFlow's error says nothing of `all_gather`; on one replica there is nothing to refuse."""
+
+    class Own(Trainer):
+        def build_model(self):
+            layers = [Centered()] if place == "layer" else []
+            return keras.Sequential([keras.Input([2]), *layers, keras.layers.Dense(1)])
+
+        def compute_loss(self, batch, training):
+            outputs = self.model(batch, training=training)[:, 0]
+            if place == "loss":
+                outputs = Centered()(outputs[:, None])[:, 0]
+            if place == "condition":
+                rows = self.all_gather(outputs)
+                outputs = tf.cond(rows[0] > 0, lambda: Centered()(outputs), lambda: outputs)
+            return tf.reduce_mean(outputs**2) if place == "condition" else outputs**2
+
+    def train(strategy):
+        reduction = "global" if place == "condition" else "mean"
+        trainer = Own(optimizer="sgd", loss_reduction=reduction, strategy=strategy, verbose=False)
+        return trainer.train(np.eye(4, 2, dtype=np.float32), steps=1, global_batch=4)
+
+    with pytest.raises(RuntimeError, match=r"`compute_loss`.*all_gather"):
+        train(mirrored(2))
+    assert train("default").totals.applied == 1
