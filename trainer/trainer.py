@@ -645,6 +645,9 @@ class Trainer(Task):
             log = self._new_log()
             position = known or self._new_position(train_data, data)
             target = self._target(steps, epochs, position)
+            if evaluated:
+                identity = identity_of(evaluated, eval_steps, evaluated_of(self, eval_data))
+                self._history.evaluate_on(identity, self.totals.attempted, target)
             due = self._loop.evaluation_due if self._loop else None
             request = evaluations._replace(target=target, due=due)
             check_same_run(self, self._parts, position, request, evaluated)

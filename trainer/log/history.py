@@ -47,6 +47,7 @@ class Snapshot:
 
     rows: dict[str, list[Row]]  # by split; a list may grow after the snapshot was made
     lengths: dict[str, int]
+    other_data_until: int = -1  # the last step that was evaluated on other data than now
 
     def of(self, split: str) -> dict[int, Mapping[str, float]]:
         """Returns the numbers of a split, keyed by step; a step that was repeated counts once."""
@@ -81,12 +82,15 @@ class Snapshot:
     def best(self, metric: str, sign: float) -> BestResult | None:
         """Returns the best evaluation, or None if there is none with a result that is not NaN.
 
+        Evaluations on other data, in earlier calls of `train`, do not count.
+
         Args:
             metric: the name of the result to compare.
             sign: 1 if the lowest is best, and -1 if the highest is.
         """
         rows = self.of("validation")
-        ranked = [(sign * rows[step].get(metric, math.nan), step) for step in rows]
+        steps = [step for step in rows if step > self.other_data_until]
+        ranked = [(sign * rows[step].get(metric, math.nan), step) for step in steps]
         known = [(rank, step) for rank, step in ranked if not math.isnan(rank)]
         if not known:
             return None
@@ -116,6 +120,8 @@ class History:
     def __init__(self) -> None:
         """Begins with no numbers."""
         self._rows: dict[str, list[Row]] = {split: [] for split in PREFIXES}
+        self._evaluated: tuple[str, int] | None = None  # the data, and until which step
+        self._other_data_until = -1
 
     def add(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Adds a log line ("train") or an evaluation ("validation"), as plain numbers.
@@ -126,6 +132,19 @@ class History:
             name: value if math.isfinite(value) else math.nan for name, value in values.items()
         }
         self._rows[split].append(Row(step, finite))
+
+    def evaluate_on(self, data: str, step: int, target: int) -> None:
+        """Notes on what data `train` evaluates from a step on.
+
+        Args:
+            data: what tells it from other data.
+            step: the step that the run has reached. A program that is started again may have taken
+                some of the steps on this data before.
+            target: the step that this call of `train` is to reach.
+        """
+        if self._evaluated and self._evaluated[0] != data:
+            self._other_data_until = min(self._evaluated[1], step)
+        self._evaluated = data, target
 
     def rewind(self, step: int, begun: int | None = None) -> None:
         """Forgets the numbers of later steps. Snapshots keep them.
@@ -165,7 +184,8 @@ class History:
 
     def snapshot(self) -> Snapshot:
         """Returns the history as it is now."""
-        return Snapshot(self._rows, {split: len(rows) for split, rows in self._rows.items()})
+        lengths = {split: len(rows) for split, rows in self._rows.items()}
+        return Snapshot(self._rows, lengths, self._other_data_until)
 
 
 def last_steps(step: int, begun: int | None) -> dict[str, int]:

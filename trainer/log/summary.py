@@ -183,7 +183,8 @@ class TrainSummary:
     checkpoint: str | None  # the checkpoint from which the run can be resumed
     checkpoint_bytes: int = 0  # size of that checkpoint; 0 if this call saved none
     position_bytes: int = 0  # bytes of that checkpoint that store the position in the data
-    best: BestResult | None = None  # the run's best evaluation; None if nothing was evaluated
+    # The run's best evaluation on the data that it evaluates on now; None if it evaluated nothing.
+    best: BestResult | None = None
     schedule_lag: int = 0  # number of updates by which a learning-rate schedule lags behind steps
     snapshot: Snapshot | None = dataclasses.field(default=None, repr=False, compare=False)
 

@@ -119,3 +119,24 @@ def test_a_table_without_pandas_is_an_error(monkeypatch):
         "`to_pandas` needs pandas, which is not installed. Run pip install 'halfstep[pandas]', or "
         "use the arrays in `history`."
     )
+
+
+def test_the_best_on_other_data_does_not_count():
+    """Once a run evaluates on other data, its best result is one on that data; also in a program that
+    was started again after some steps on it.
+    """
+    for step in (20, 35):
+        history = History()
+        history.evaluate_on("first", 0, 20)
+        for at, loss in ((10, 1.0), (20, 0.5), (30, 3.0), (35, 2.0)):
+            if at <= step:
+                history.add("validation", at, {"loss": loss})
+        assert history.snapshot().best("loss", 1).step == 20
+        before = history.snapshot()
+        history.evaluate_on("second", step, 40)
+        assert before.best("loss", 1).step == 20
+        best = history.snapshot().best("loss", 1)
+        assert (best and best.step) == (None if step == 20 else 35)
+        history.evaluate_on("second", step, 50)
+        history.add("validation", 40, {"loss": 1.5})
+        assert history.snapshot().best("loss", 1).step == 40

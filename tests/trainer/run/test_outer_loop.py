@@ -530,3 +530,27 @@ def test_evaluations_are_not_timed(monkeypatch, online):
         trainer.train(data, 6, global_batch=2, eval_data=data, eval_interval=2)
     for values in lines[1:]:
         assert values["examples_per_second"] > 1
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_best_result_is_one_on_this_data(tmp_path, restarted):
+    """A summary names the best evaluation on the data that the call evaluates on, also if the program
+    was started again; the same arrays, or others that are equal, are the same data.
+    """
+
+    def made():
+        return Linear(model_dir=tmp_path, verbose=False, jit_compile=False)
+
+    def trained(trainer, steps, slope):
+        arrays = slopes(slope, slope)
+        data = slopes(1.0, 1.0)
+        return trainer.train(data, steps, global_batch=2, eval_data=arrays, eval_interval=2).best
+
+    trainer = made()
+    assert trained(trainer, 4, 1.0).step == 4
+    trained(trainer, 6, -1.0)
+    if restarted:
+        trainer = made()
+        assert trained(trainer, 4, 1.0).step == 4
+    best = trained(trainer, 8, -1.0)
+    assert (best.step, best.value) == (6, 5.0)
