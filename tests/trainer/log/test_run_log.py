@@ -50,8 +50,8 @@ def test_the_progress_lines(tmp_path, capsys):
     assert ("9 applied, 3 skipped (3 backward), loss_scale 2^14; checkpoint") in lines[-1]
 
 
-def test_the_time_of_an_evaluation_is_not_counted(monkeypatch, tmp_path):
-    """The speed is measured over the steps since the last evaluation only."""
+def test_the_time_before_the_clock_is_restarted_is_not_counted(monkeypatch, tmp_path):
+    """The speed is measured over the steps since the clock was restarted only."""
     now = [0.0]
     monkeypatch.setattr("trainer.log.run_log.time.perf_counter", lambda: now[0])
     log = RunLog(tmp_path, "quiet")
@@ -63,7 +63,7 @@ def test_the_time_of_an_evaluation_is_not_counted(monkeypatch, tmp_path):
         log.add(StepReport(*map(tf.constant, report)), loop, compiling=False)
         if loop == 3:
             now[0] += 50.0
-            log.log_evaluation(3, {})
+            log.restart_clock()
     log.read()
     log.flush(4, Totals(4, {}), {})
     [line] = split_lines(tmp_path, "train")
