@@ -100,9 +100,8 @@ def check_dtype_policies(model: keras.Model, precision: scaling.Precision) -> No
         layer = (others or layers)[0]
         raise ValueError(
             f"`model` must be built under the dtype policy {precision.policy!r}; got layer "
-            f"{layer.name!r} under {layer.dtype_policy.name!r}. A layer keeps the policy under "
-            "which it was created. Create the model in build_model(), or pass a function as "
-            "model=, and leave out dtype=; or pass the model's precision to the trainer."
+            f"{layer.name!r} under {layer.dtype_policy.name!r}. Create it in build_model(), in "
+            "code, without dtype=; load the weights of a .keras file by init_from=."
         )
 
 
@@ -148,7 +147,7 @@ def check_no_synchronized_layers(model: keras.Model, strategy: tf.distribute.Str
 
 def check_no_stateful_layers(model: Model) -> None:
     """Raises ValueError for recurrent layers whose state continues the rows of the last batch."""
-    for layer in all_layers(model) if isinstance(model, keras.Model) else []:
+    for layer in all_layers(model) if isinstance(model, keras.Layer) else []:
         if getattr(layer, "stateful", False) is True:
             raise ValueError(
                 f"`model` must not have layers with stateful=True, such as {shown(layer.name)}, if "

@@ -4,6 +4,7 @@ any step.
 
 import contextlib
 import re
+import warnings
 
 import keras
 import numpy as np
@@ -96,10 +97,7 @@ def built():
         ),
         (
             {"model": half},
-            "`model` must be built under the dtype policy 'float32'; got layer 'dense' under "
-            "'mixed_float16'. A layer keeps the policy under which it was created. Create the "
-            "model in build_model(), or pass a function as model=, and leave out dtype=; or pass "
-            "the model's precision to the trainer.",
+            "`model` must be built under the dtype policy",
         ),
         (
             {
@@ -108,10 +106,7 @@ def built():
                 ),
                 "precision": "mixed_float16",
             },
-            "`model` must be built under the dtype policy 'mixed_float16'; got layer 'dense' under "
-            "'float32'. A layer keeps the policy under which it was created. Create the model in "
-            "build_model(), or pass a function as model=, and leave out dtype=; or pass the "
-            "model's precision to the trainer.",
+            "`model` must be built under the dtype policy",
         ),
         (
             {
@@ -242,6 +237,24 @@ def test_steps_of_a_model_concern_keras_alone(tmp_path, precision):
     assert [float(v.numpy().item()) for v in first.model.trainable_variables] == [2.0, 1.0]
     assert trainer(2).evaluate((X, X), global_batch=4)["loss"] == 0.0
     assert first.predict(X, global_batch=4).tolist() == [[6.0]] * 8
+
+
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_a_model_file_is_read_by_init_from(tmp_path, precision):
+    """A function that loads a file gets its dtype policies; `init_from` gives its weights to others."""
+    path = tmp_path / "model.keras"
+    saved = linear_model()
+    saved.set_weights([np.full([1, 1], 2.0), *saved.get_weights()[1:]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        saved.save(path)
+    with pytest.raises(ValueError, match=r"`model`.*init_from="):
+        train(make(model=lambda: keras.saving.load_model(path), precision=precision))
+
+    trainer = make(init_from=path, precision=precision, optimizer=lambda: keras.optimizers.SGD(0.0))
+    train(trainer)
+    for one, other in zip(saved.get_weights(), trainer.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def with_own(*names):
