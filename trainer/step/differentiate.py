@@ -7,11 +7,12 @@ gradient tape and custom gradient inside the model finds the variables that it l
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
 import scaling
+import strategies
 from trainer.base.keras_private import differentiable_moments
 from trainer.base.warn_once import listed, warn_once
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
@@ -88,9 +89,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     gradients, replaced = split_replaced(found, plan)
     loss, casts = tf.add_n(distinct(losses.values())), gathered_counts(counts, share, plan.float8)
     contribution = Contribution(gradients, loss, regularization_loss, casts)
-    seen = list(passed.losses.values())
-    if not plan.global_loss:
-        seen = [mask_weightless(loss, share) for loss in seen]
+    seen = weighted_losses(passed.losses, share, plan)
     nonfinite = find_nonfinite(contribution, seen, single_pass=plan.single_pass)
     if passed.reported:  # another group of this step reports these losses
         own = [loss for name, loss in losses.items() if name not in passed.reported]
@@ -99,6 +98,14 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     written = parts_of_mean(written_by(inputs.values, passed.after), fraction)
     rows = Rows(passed.aux, passed.losses if plan.keep_losses else {})
     return Microbatch(contribution, nonfinite, written, replaced, rows)
+
+
+def weighted_losses(
+    losses: Mapping[str, tf.Tensor], share: strategies.Share, plan: MicrobatchPlan
+) -> list[tf.Tensor]:
+    """Returns the losses, with 0 where an example's weight is 0."""
+    seen = list(losses.values())
+    return seen if plan.global_loss else [mask_weightless(loss, share) for loss in seen]
 
 
 def gathers(inputs: PassInputs, plan: MicrobatchPlan) -> contextlib.AbstractContextManager[None]:
