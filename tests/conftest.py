@@ -17,9 +17,11 @@ from hypothesis import settings
 from sampling import tiers
 
 import strategies
+from trainer.log import console
 
 TESTS = pathlib.Path(__file__).parent
 strategies.split_cpu(4)
+console.PATIENCE = 3600.0  # what is printed must not depend on how busy the machine is
 # No deadline: tracing makes the first example of a test slow, and no test measures time.
 for name, examples in (("quick", 5), ("default", 8), ("full", 60)):
     settings.register_profile(

@@ -73,7 +73,7 @@ from trainer.evaluation.eval_data import (
     result_names,
 )
 from trainer.evaluation.export import check_export, export, warn_of_kept_models
-from trainer.log.console import resolve_style
+from trainer.log.console import RunConsole, resolve_style
 from trainer.log.history import History
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS, Totals, TrainSummary
@@ -108,7 +108,6 @@ from trainer.run.changes import (
     with_metric_variables,
 )
 from trainer.run.compile_autotune import (
-    Choice,
     compilable_parts,
     initial_compile_mode,
     settle,
@@ -215,13 +214,12 @@ class Trainer(Task):
         jit_compile: what XLA compiles. True: each replica's forward and backward pass.
             "elementwise": only the element-wise operations in them. "update": the optimizer's
             update, on a single replica. "step": the whole step as one program, on a single replica;
-            a metric's update and `update_metrics` are part of it. False: nothing. "auto": a run of
-            1,000 steps or more measures which of these values is fastest before its first step, and
-            keeps that value. In a shorter run "auto" is "step" on a single GPU without
-            microbatches, else False, or True for half precision that TensorFlow would compute in
-            scalar loops on this CPU. Where examples may have several shapes, it compiles no passes
-            unless the CPU needs it. With True and "step", evaluations and predictions in the
-            training precision are compiled too, unless XLA cannot compute them right.
+            a metric's update and `update_metrics` are part of it. False: nothing. "auto" is "step"
+            on a single GPU without microbatches, else False, or True for half precision that
+            TensorFlow would compute in scalar loops on this CPU. Where batches have several shapes,
+            it compiles no passes, because XLA compiles a program for each. With True and "step",
+            evaluations and predictions in the training precision are compiled too, unless XLA
+            cannot compute them right.
             The results of different values differ by rounding and by random numbers, and XLA leaves
             out assertions.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
@@ -639,7 +637,8 @@ class Trainer(Task):
             known, data = self._read_train_data(train_data, steps, epochs, global_batch)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
-            self._start(data.first)
+            with RunConsole(self.style).busy("building the model ..."):
+                self._start(data.first)
             self._parts.checkpoints.check_only_writer()
             evaluations = self._evaluations(evaluated, eval_interval, at_start=evaluate_at_start)
             log = self._new_log()
@@ -651,12 +650,10 @@ class Trainer(Task):
             due = self._loop.evaluation_due if self._loop else None
             request = evaluations._replace(target=target, due=due)
             check_same_run(self, self._parts, position, request, evaluated)
-            choice = self._settle_compile_mode(data, target, log, position)
+            self._settle_compile_mode(data, target, log, position)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
             self._begin(loop, target, None if known else (train_data, global_batch, position))
-            if choice:
-                log.say(str(choice))
             loop.note_setup()
             self._take_steps(loop, leaving)
             summary = loop.conclude(began)
@@ -772,7 +769,7 @@ class Trainer(Task):
         position = OnlinePosition(batch, self._trained_on[2] if self._trained_on else None)
         auto = self.compile_mode_open
         if auto:
-            settle(self, self._parts, position.data, 0, self._use)  # tries and measures nothing
+            settle(self, self._parts, position.data, 0, self._use)  # tries nothing
         if return_aux:
             parts, plan = self._parts, keeping_rows(self._parts.plan)
             own = parts_of_plan(self, plan, parts.state, parts.stop, parts.metrics)
@@ -933,18 +930,18 @@ class Trainer(Task):
 
     def _settle_compile_mode(
         self, data: Batches, target: int, log: RunLog, position: DataPosition
-    ) -> Choice | None:
+    ) -> None:
         """Chooses the compile mode for the coming steps, if it has not been chosen yet."""
         auto = self.compile_mode_open
-        steps_left, choice = target - self.totals.attempted, None
+        steps_left = target - self.totals.attempted
         if auto:
-            with log.console.status("choosing what XLA compiles ..."):
-                choice = settle(self, self._parts, data, steps_left, self._use)
+            with log.console.busy("choosing what XLA compiles ..."):
+                settle(self, self._parts, data, steps_left, self._use)
         if steps_left > 0:
-            self._leave_xla_out_if_needed(tracing(position.iterator), auto=auto)
+            with log.console.busy("tracing the training step ..."):
+                self._leave_xla_out_if_needed(tracing(position.iterator), auto=auto)
         assign(self, "compile_mode_open", value=False)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
-        return choice
 
     def _try_first_compile_mode(self, data: Batches) -> None:
         """Takes the compile mode of a short run, for steps that belong to no run."""

@@ -520,7 +520,6 @@ def beside(chance, folder):
         "train.csv",
         "validation.csv",
         "writer.lock",
-        "jit_compile.json",
     ]
     names += [
         "ckpt-3/run.json",

@@ -31,7 +31,6 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer import Trainer, convert_to_float8
-from trainer.run import compile_autotune
 from trainer.step.rollback import copies_of, variables_in_reach
 
 STEPS = 24
@@ -252,7 +251,6 @@ def run(kind, folder, final, *, at=None, later=0.0, written=0.5, **arguments):
     """
     if KINDS[kind].get("strategy") == "mirrored":
         strategies.split_cpu(2)
-    compile_autotune.MIN_STEPS, compile_autotune.TURN_SECS = 1, 0.005
     trainer = make(kind, pathlib.Path(folder), **arguments)
     fate = Fate(folder, at, later, written)
     pathlib.Path(final).write_text("")

@@ -21,7 +21,7 @@ import scaling
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 STEPS = 9
 # What a run writes as it goes on, and from which nothing is restored.
-CURVES = ("events.out.tfevents", "writer.lock", "jit_compile.json")
+CURVES = ("events.out.tfevents", "writer.lock")
 
 
 class Damaged(Linear):

@@ -232,14 +232,8 @@ def kill_and_compare(home, kind, seed, kills):
 
 def compared(home, case, name):
     """Returns the number of values that were compared with a run without a kill; what differs."""
-    arguments = {}
-    if case.kind == "auto":  # each measurement may end with another choice, and so other bits
-        manifest = json.loads((case.run / f"ckpt-{runs_to_kill.STEPS}" / "run.json").read_text())
-        arguments = {"jit_compile": manifest["jit_compile"]}
-    expected, _ = home.whole(case.kind, **arguments)
+    expected, _ = home.whole(case.kind)
     found = case.result()
-    if case.kind == "auto":
-        found["names"].pop("jit_compile.json")
     counts = {group: len(values) for group, values in found.items()}
     differing = [
         f"{name}: {group}: {place}"

@@ -5,6 +5,7 @@ import datetime as dt
 import importlib.util
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.log.summary import ENDLESS, Interval, Totals, power_of_two
 
 STYLES = ("quiet", "normal", "detailed")
 CENTURY = 100 * 365 * 86_400  # seconds; of longer waits nothing is shown
+PATIENCE = 2.0  # seconds of silence, after which `busy` says what takes so long
 WIDTH = 1000  # columns of a table at most when the output is not a terminal: no name is broken
 
 
@@ -64,6 +66,17 @@ class RunConsole:
         """Prints a line, above the progress bar if there is one. Lines wrap only on a terminal."""
         is_file = not self._console.is_terminal
         self._console.print(line, markup=False, emoji=False, soft_wrap=is_file)
+
+    @contextlib.contextmanager
+    def busy(self, text: str) -> Iterator[None]:
+        """Context manager: prints a line if the `with` block takes longer than `PATIENCE`."""
+        timer = threading.Timer(PATIENCE, self.say, [text])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def print_table(self, table: Table) -> None:
         """Prints a table."""

@@ -1,21 +1,14 @@
-"""`jit_compile="auto"`: finds the fastest compile mode by timing steps on the first batch.
+"""`jit_compile="auto"`: chooses what XLA compiles, by device, precision, model and data.
 
-Measuring takes time, so only long runs do it; others take the most likely mode. Before its first
-step, a long run times some steps in each compile mode that may be the fastest. Then all variables
-are restored exactly, the fastest mode is kept, and `model_dir/jit_compile.json` records it, so that
-a resumed run computes in the same mode.
+A resumed run keeps the mode that its checkpoint records, because modes differ by rounding.
 """
 
 import contextlib
 import functools
-import json
-import math
-import pathlib
-import statistics
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -23,9 +16,9 @@ from absl import logging
 import scaling
 import strategies
 from trainer.base.argument_checks import check_choice
-from trainer.base.atomic_files import write_atomically
 from trainer.data.batches import Batches, repeat_first_batch
 from trainer.data.errors import reason_of
+from trainer.data.reader import untuned
 from trainer.data.value_checks import found_in
 from trainer.run.build import (
     part_without_xla,
@@ -35,8 +28,8 @@ from trainer.run.build import (
 )
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
-from trainer.step.fused import fused_rule
 from trainer.step.plan import StepPlan, compiled_as
+from trainer.step.types import Batch
 from trainer.step.xla import (
     COMPILE_MODES,
     WITH_PASSES,
@@ -57,37 +50,10 @@ from trainer.step.xla_operations import (
 
 CompileMode = bool | str
 
-MIN_STEPS = 1000  # in shorter runs, measuring takes longer than it saves
-MAX_SECS = 15.0  # limit for compiling the modes; one expected to exceed it is not tried
-TURN_SECS = 0.2  # how long a mode is timed in each turn; at least one step is taken
-TURNS = 5
-TOO_SLOW = 1.3  # a mode more than this many times as slow as the best gets no further turns
-AS_GOOD = 1.03  # of the modes at most this many times as slow as the best, the first is chosen
-FILE = "jit_compile.json"
+LOOKED_AT = 4  # batches of a dataset whose shapes are compared, where its spec leaves sizes open
 # Graphs of steps that were checked: XLA may compile them, and the user has been warned of what may
 # be wrong in them.
 CHECKED: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
-
-
-class Choice(NamedTuple):
-    """The result of a measurement."""
-
-    jit_compile: CompileMode  # the first mode that is as good as the fastest; see `AS_GOOD`
-    millisecs: dict[CompileMode, float]  # median time of a step in each mode that was tried
-    secs: float  # duration of the measurement
-    parts: Parts  # the trainer's parts in the chosen mode; the loop is traced and compiled
-
-    def __str__(self) -> str:
-        """Returns for example "XLA compiles nothing: 4.1 ms a step (...); measured in 8.0 s"."""
-        others = ", ".join(
-            f"{COMPILE_MODES[mode]} {millisecs:.3g}"
-            for mode, millisecs in self.millisecs.items()
-            if mode != self.jit_compile
-        )
-        millisecs = self.millisecs[self.jit_compile]
-        best = f"{COMPILE_MODES[self.jit_compile]}: {millisecs:.3g} ms a step"
-        tried = others or "no other mode was tried"
-        return f"XLA compiles {best} ({tried}); measured in {self.secs:.1f} s"
 
 
 def initial_compile_mode(
@@ -95,10 +61,9 @@ def initial_compile_mode(
 ) -> CompileMode:
     """Returns the compile mode that a trainer is built with, before it has seen data.
 
-    "auto" begins with False; see `modes_to_try` for GPUs. The exception is half precision on a CPU
+    "auto" begins with False; see `modes_of_auto` for GPUs. The exception is half precision on a CPU
     for which TensorFlow has no fast kernels: TensorFlow would compute convolutions in scalar loops,
-    up to hundreds of times slower, so "auto" begins with True and XLA compiles them. With depthwise
-    convolutions it is the other way round, so a long run measures both.
+    up to hundreds of times slower, so "auto" begins with True and XLA compiles them.
 
     Raises:
         ValueError: if `jit_compile` is not a compile mode, or the strategy does not allow it.
@@ -141,35 +106,21 @@ def gradient_secs(dtype: str) -> float:
     return min(secs)
 
 
-def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
-    """Returns the modes that may be the fastest, the most likely first.
+def modes_of_auto(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
+    """Returns the modes in which a run may be with "auto": that of a new run, then the others.
 
-    The first one is that of runs which are too short to be measured. On an H100 (see
-    docs/performance.md), a step that was one program took a third to a ninth of the time of one
-    in mode False.
-
-    If there is only one mode, nothing needs to be measured.
+    On an H100 (see docs/performance.md), a step that was one program took a third to a ninth of the
+    time of one in mode False.
     """
     found = strategies.capabilities(trainer.strategy)
     if found.several_processes or found.decides_in_replica or plan.gathers:
         return [plan.jit_compile]
-    unfused = any(
-        fused_rule(one) is None for objective in plan.objectives for one in objective.updating
-    )
     alone = found.num_replicas == 1
-    update: list[CompileMode] = ["update"] if unfused and alone else []
+    update: list[CompileMode] = ["update"] if alone else []
     # Microbatches of unknown sizes cannot be compiled.
     whole: list[CompileMode] = ["step"] if alone and plan.num_microbatches == 1 else []
-    modes: list[CompileMode]
-    if plan.jit_compile is True:  # the CPU lacks the half precision: see `initial_compile_mode`
-        modes = [True, False, *whole]
-    elif trainer.precision.compute_dtype == "bfloat16" and found.on_cpu:
-        # XLA's matrix products do not use the processor's bfloat16 instructions: try them last.
-        modes = [False, "elementwise", *update, True, *whole]
-    elif found.on_cpu:
-        modes = [False, True, *update, "elementwise", *whole]
-    else:
-        modes = [*whole, False, True, *update, "elementwise"]
+    first = [] if found.on_cpu or plan.jit_compile else whole
+    modes = [*first, plan.jit_compile, False, True, *update, "elementwise", *whole]
     without = WITH_PASSES if layers_without_xla(plan.model) else ()
     return [mode for mode in modes if mode not in without]
 
@@ -186,13 +137,29 @@ def suits_xla(data: Batches) -> bool:
     )
 
 
+def have_several_shapes(data: Batches) -> bool:
+    """Returns whether the first batches differ in a shape, but for their numbers of examples.
+
+    Of what Python reads batch by batch, the first two have been compared: the spec leaves open in
+    what they differ.
+    """
+    if data.reader:
+        return True
+
+    def shapes(batch: Batch) -> list[tf.TensorShape]:
+        return [part.shape[1:] for part in tf.nest.flatten(batch)]
+
+    first = shapes(data.first)
+    return any(shapes(batch) != first for batch in untuned(data.dataset.take(LOOKED_AT)))
+
+
 def settle(
     trainer: RunnableTrainer,
     parts: Parts,
     data: Batches,
     steps: int,
     use: Callable[[Parts], None],
-) -> Choice | None:
+) -> None:
     """Chooses a compile mode and switches the trainer to it.
 
     Args:
@@ -203,38 +170,31 @@ def settle(
             mode that it was built with, unless the run that it resumes was in another one.
         use: a function that replaces the trainer's parts, so that a user's own `train_step` also
             computes with the new parts.
-
-    Returns:
-        The result of the measurement; None if nothing was measured.
     """
-    modes, recorded = modes_to_try(trainer, parts.plan), recorded_mode(trainer, parts)
+    modes, recorded = modes_of_auto(trainer, parts.plan), recorded_mode(parts)
     if recorded in modes or steps <= 0:
         known = recorded if recorded in modes else trainer.jit_compile
         if known != parts.plan.jit_compile:
             use(parts_in_mode(known, trainer, parts))
-        return None
-    if parts.plan.jit_compile is not True and not suits_xla(data):
+        return
+    if len(modes) == 1:  # several processes would have to agree on another one
+        return
+    needed = parts.plan.jit_compile is True  # by the CPU; XLA compiles a program for each shape
+    if not suits_xla(data) and not (needed and not have_several_shapes(data)):
         if modes[0] == "step":
             warn_of_plain_data(trainer, data)
         modes = [mode for mode in modes if mode not in WITH_PASSES]
-    if recorded is None and len(modes) > 1 and steps >= MIN_STEPS:
-        choice = measure(trainer, parts, data, modes, use)
-        if choice:
-            write_choice(trainer.model_dir, choice)
-            use(choice.parts)
-        return choice
     if modes[0] != parts.plan.jit_compile and not tf.config.functions_run_eagerly():
         likely = parts_in_mode(modes[0], trainer, parts)
         if not modes[0] or passes_trial(trainer, parts, likely, data, use):
             use(likely)
-    return None
 
 
-def recorded_mode(trainer: RunnableTrainer, parts: Parts) -> CompileMode | None:
+def recorded_mode(parts: Parts) -> CompileMode | None:
     """Returns the mode in which a resumed run took its steps; None if it took none."""
     facts = parts.checkpoints.facts if parts.checkpoints.latest else {}
     mode: CompileMode | None = facts.get("jit_compile") if facts.get("step") else None
-    return read_choice(trainer.model_dir) if mode is None else mode
+    return mode
 
 
 def passes_trial(
@@ -373,106 +333,3 @@ def sized_by_values(parts: Parts, step: Any) -> list[str]:
 def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], Any]:
     """Returns a function that traces the loop of parts with the data of an iterator."""
     return lambda parts: parts.run_steps.get_concrete_function(iterator, tf.constant(1))
-
-
-def measure(
-    trainer: RunnableTrainer,
-    parts: Parts,
-    data: Batches,
-    modes: list[CompileMode],
-    use: Callable[[Parts], None],
-) -> Choice | None:
-    """Times steps in each mode, in turn, and restores all variables exactly.
-
-    Args:
-        trainer: a trainer that has started.
-        parts: the trainer's parts, from `build`.
-        data: the training data; only its first batch is used, repeatedly.
-        modes: the modes to compare.
-        use: see `settle`.
-
-    Returns:
-        The result; None if the run was asked to stop, or if no step can be taken.
-    """
-    began = time.perf_counter()
-    on_cpu = strategies.capabilities(trainer.strategy).on_cpu
-    dataset = repeat_first_batch(data)
-    secs: dict[CompileMode, list[float]] = {}
-    candidates: dict[CompileMode, Parts] = {}
-    longest = 0.0  # the longest time in seconds that any mode has taken to get ready
-    with put_back(trainer, parts), contextlib.ExitStack() as afterwards:
-        afterwards.callback(use, parts)
-        for mode in modes:
-            now = time.perf_counter()
-            works = any(turns[0] < math.inf for turns in secs.values())
-            # Mode False compiles nothing, so on a CPU it is ready soon. On a GPU it was not.
-            limited = works and (mode or not on_cpu)
-            if limited and now - began + longest > MAX_SECS:
-                continue
-            candidates[mode] = parts_in_mode(mode, trainer, parts)
-            use(candidates[mode])
-            secs[mode] = [first_turn(candidates[mode], dataset)]
-            longest = max(longest, time.perf_counter() - now)
-        for _ in range(TURNS - 1):
-            for mode in still_promising(secs):
-                secs[mode].append(take_turn(candidates[mode], dataset, secs[mode][-1]))
-    medians = {mode: statistics.median(turns) for mode, turns in secs.items()}
-    best = next(mode for mode in medians if medians[mode] <= AS_GOOD * min(medians.values()))
-    if medians[best] == math.inf:
-        return None
-    millisecs = {mode: 1e3 * median for mode, median in medians.items() if median < math.inf}
-    return Choice(best, millisecs, time.perf_counter() - began, candidates[best])
-
-
-def still_promising(secs: dict[CompileMode, list[float]]) -> list[CompileMode]:
-    """Returns the modes whose best turn is at most `TOO_SLOW` times as slow as the fastest."""
-    best = min(min(turns) for turns in secs.values())
-    return [mode for mode, turns in secs.items() if min(turns) <= TOO_SLOW * best < math.inf]
-
-
-def first_turn(parts: Parts, dataset: tf.data.Dataset) -> float:
-    """Compiles a step, and returns its mean time in the first turn; inf if it is not to be used."""
-    seconds_per_step(parts, dataset, 1)  # traces and compiles
-    if sized_by_values(parts, parts.run_steps):
-        return math.inf
-    single = seconds_per_step(parts, dataset, 1)
-    # A short step takes less time than the call around it, which one step alone pays in full.
-    return single if single >= TURN_SECS else take_turn(parts, dataset, single)
-
-
-def take_turn(parts: Parts, dataset: tf.data.Dataset, secs: float) -> float:
-    """Returns the mean time of the steps of one turn, given how long a step took before."""
-    return seconds_per_step(parts, dataset, max(1, round(TURN_SECS / secs)))
-
-
-def seconds_per_step(parts: Parts, dataset: tf.data.Dataset, steps: int) -> float:
-    """Returns the mean time of `steps` steps; inf if not all of them could be taken."""
-    iterator = iter(dataset)
-    began = time.perf_counter()
-    try:
-        report, _ = parts.run_steps(iterator, tf.constant(steps))
-    except tf.errors.OpError:  # for example, XLA does not support strings
-        return math.inf
-    taken = len(report.loss.numpy())
-    return (time.perf_counter() - began) / steps if taken == steps else math.inf
-
-
-def read_choice(model_dir: pathlib.Path | None) -> CompileMode | None:
-    """Returns the mode recorded when the run was first started; None if there is no record."""
-    try:
-        return json.loads((model_dir / FILE).read_text())["jit_compile"] if model_dir else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def write_choice(model_dir: pathlib.Path | None, choice: Choice) -> None:
-    """Writes a choice to `model_dir`, atomically."""
-    if model_dir is None:
-        return
-    millisecs = {COMPILE_MODES[mode]: round(value, 3) for mode, value in choice.millisecs.items()}
-    facts = {
-        "jit_compile": choice.jit_compile,
-        "milliseconds_a_step": millisecs,
-        "seconds": round(choice.secs, 1),
-    }
-    write_atomically(model_dir / FILE, json.dumps(facts, indent=1))

@@ -386,7 +386,9 @@ class OuterLoop:
         traced = hasattr(run_steps, "get_concrete_function")
         if traced and not tf.config.functions_run_eagerly():
             arguments = (self._position.iterator, tf.constant(1))
-            check_no_stateful_ops(run_steps.get_concrete_function(*arguments).graph)
+            with self._log.console.busy("tracing the training step ..."):
+                graph = run_steps.get_concrete_function(*arguments).graph
+            check_no_stateful_ops(graph)
 
     def _take_steps(self) -> None:
         """Runs one inner loop, which ends early if the run is asked to stop."""
@@ -395,7 +397,7 @@ class OuterLoop:
         if self._profile:
             self._profile.before(before)
         try:
-            with self._leaving.in_steps(self._parts.pending.hold):
+            with self._leaving.in_steps(self._parts.pending.hold), self._preparing():
                 report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
         except tf.errors.OpError as error:
             if HELD in error.message:
@@ -419,6 +421,12 @@ class OuterLoop:
         on_servers = strategies.is_asynchronous(self._trainer.strategy)
         if self._parts.recorder or self._step < end or on_servers:
             self._reporter.read()
+
+    def _preparing(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for an inner loop that says so if the first one takes long."""
+        if self._step > self._start:
+            return contextlib.nullcontext()
+        return self._log.console.busy("preparing the training step, and taking the first ones ...")
 
     def _account_for(self, report: StepReport) -> None:
         """Adds the steps of an inner loop to the step, the log and the position in the data."""

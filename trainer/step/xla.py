@@ -2,7 +2,7 @@
 
 XLA fuses operations, so it reads and writes less memory. TensorFlow's own kernels make better use
 of a CPU's instructions for matrix products and convolutions. Which of the two is faster depends on
-the model, the dtype and the device; `jit_compile="auto"` measures it.
+the model, the dtype and the device; `jit_compile="auto"` chooses.
 """
 
 import contextlib

@@ -5,6 +5,7 @@ import importlib.machinery
 import io
 import re
 import sys
+import time
 import types
 
 import pytest
@@ -185,3 +186,17 @@ def test_a_notebook_has_a_live_bar_if_it_has_widgets(monkeypatch, capsys, instal
     assert bool(drawn) == installed
     assert installed or printed.out == "one\ntwo\n"
     assert "install" not in printed.err
+
+
+@pytest.mark.parametrize("style", ["quiet", "normal"])
+def test_what_takes_long_says_so(monkeypatch, capsys, style):
+    """One line says what is being done, once it has taken a while; "quiet" says nothing."""
+    monkeypatch.setattr("trainer.log.console.PATIENCE", 0.01)
+    console = RunConsole(style)
+    with console.busy("tracing ..."):
+        time.sleep(0.5)
+    monkeypatch.setattr("trainer.log.console.PATIENCE", 3600.0)
+    with console.busy("compiling ..."):
+        pass
+
+    assert capsys.readouterr().out == ("tracing ...\n" if style == "normal" else "")

@@ -1,165 +1,27 @@
-"""`jit_compile="auto"` measures on the first batch, leaves no trace, and keeps its choice."""
+"""`jit_compile="auto"` chooses by device, precision, model and data, and a resumed run keeps it."""
 
 import contextlib
 import dataclasses
-import json
 import re
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, all_copies, assert_same_bits, trained_small
 
 import strategies
-from trainer import Trainer, TrainingStuckError
+from trainer import Trainer
 from trainer.data.batches import batches
 from trainer.data.errors import DataError
 from trainer.run import compile_autotune as compilation
-from trainer.run.compile_autotune import AS_GOOD
-from trainer.step.xla import COMPILE_MODES
 
 pytestmark = pytest.mark.sampled
-
-
-@pytest.fixture
-def always_measured(monkeypatch):
-    """Makes short runs measure too, and briefly."""
-    monkeypatch.setattr(compilation, "MIN_STEPS", 1)
-    monkeypatch.setattr(compilation, "TURN_SECS", 0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always_measured")
-@pytest.mark.parametrize("make", [adam, keras.optimizers.Lion])
-def test_measuring_leaves_no_trace(make):
-    """All measured steps are rolled back: the run has the bits of one that was given the mode."""
-    measured = trained_small(make=make, jit_compile="auto")
-    fixed = trained_small(make=make, jit_compile=measured.jit_compile)
-
-    assert_same_bits(all_copies(fixed), all_copies(measured))
-    assert measured.totals == fixed.totals
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always_measured")
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_measuring_leaves_no_trace_in_metrics(mirrored, replicas):
-    """The first log line counts the run's own steps, and no measured ones."""
-    lines = []
-    for mode in ("auto", False):
-        keras.utils.set_random_seed(0)
-        trainer = Trainer(
-            model=lambda: keras.Sequential([keras.Input([8, 8, 1]), *layers()]),
-            optimizer=keras.optimizers.SGD,
-            loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            strategy=mirrored(replicas) if replicas > 1 else "default",
-            jit_compile=mode,
-            log_interval=2,
-            seed=1,
-            verbose=False,
-        )
-        found = trainer.train((IMAGES, LABELS), steps=6, global_batch=8)
-        lines.append(found.history["accuracy"].tolist())
-        copies = all_copies(trainer)
-    assert any("total" in name for name in copies)
-    assert lines[0] == lines[1]
 
 
 def layers():
     """Layers of a small classifier."""
     return [keras.layers.Flatten(), keras.layers.Dense(3)]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always_measured")
-def test_the_fastest_is_taken_and_remembered(tmp_path, capsys):
-    """The fastest mode is chosen, or a simpler one that is as good; the measurements are in a file and
-    on the console.
-    """
-    trainer = trained_small(jit_compile="auto", model_dir=tmp_path, verbose=True)
-    kept = json.loads((tmp_path / "jit_compile.json").read_text())
-    millisecs = kept["milliseconds_a_step"]
-
-    assert kept["jit_compile"] == trainer.jit_compile == trainer._parts.plan.jit_compile
-    assert set(millisecs) == {COMPILE_MODES[mode] for mode in (False, True, "elementwise", "step")}
-    rounded = 1e-3  # the file holds microseconds
-    bound = AS_GOOD * min(millisecs.values())
-    names = list(millisecs)
-    chosen = names.index(COMPILE_MODES[trainer.jit_compile])
-    assert millisecs[names[chosen]] <= bound + 2 * rounded
-    assert all(millisecs[name] > bound - 2 * rounded for name in names[:chosen])
-    assert f"XLA compiles {COMPILE_MODES[trainer.jit_compile]}: " in capsys.readouterr().out
-
-
-class Counting(SmallImages):
-    """Counts the traces of its loss, in all and before the run began."""
-
-    traced = traced_before = 0
-
-    def compute_loss(self, batch, training):
-        """Counts a trace."""
-        self.traced += 1
-        return super().compute_loss(batch, training)
-
-    def on_train_begin(self):
-        """Stores the count before the first step."""
-        self.traced_before = self.traced
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always_measured")
-@pytest.mark.parametrize("drop_remainder", [False, True])
-def test_the_measured_step_is_not_traced_again(drop_remainder):
-    """The run uses the step that was traced and compiled for measuring: nothing is traced again."""
-    dataset = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8, drop_remainder)
-    trainer = Counting(optimizer=adam, verbose=False, jit_compile="auto")
-    trainer.train(dataset, steps=4)
-
-    assert trainer.traced == trainer.traced_before > 0
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("always_measured")
-def test_a_slow_mode_is_measured_once(monkeypatch):
-    """A mode that is far behind the best after one step is not measured further."""
-    turns = []
-
-    def seconds_of(parts, *_):
-        turns.append(parts.plan.jit_compile)
-        return {False: 1.0, True: 2.0, "elementwise": 1.1, "step": 1.2}[parts.plan.jit_compile]
-
-    monkeypatch.setattr(compilation, "seconds_per_step", seconds_of)
-    trainer = trained_small(jit_compile="auto")
-
-    assert trainer.jit_compile is False
-    assert turns.count(True) == 2  # one step to compile, one to measure
-    assert turns.count("elementwise") == turns.count(False) == 1 + compilation.TURNS
-
-
-def test_a_single_short_step_decides_nothing(monkeypatch):
-    """A call costs milliseconds beside its steps: a mode is judged by turns of many steps."""
-    monkeypatch.setattr(compilation, "MIN_STEPS", 1)
-
-    def seconds_of(parts, dataset, steps):
-        del dataset
-        per_call, per_step = {False: (0.001, 0.005), True: (0.01, 0.004)}[parts.plan.jit_compile]
-        return per_call / steps + per_step
-
-    monkeypatch.setattr(compilation, "seconds_per_step", seconds_of)
-    choice = compilation.measure(*ready())
-
-    assert seconds_of(choice.parts, None, 1) > 1.3 * 0.006
-    assert choice.jit_compile is True
-
-
-@pytest.mark.usefixtures("always_measured")
-def test_no_mode_starts_after_the_time_limit(monkeypatch):
-    """The first mode is always measured; no other one is compiled after the time limit."""
-    monkeypatch.setattr(compilation, "MAX_SECS", 0.0)
-    monkeypatch.setattr(compilation, "seconds_per_step", lambda *_: 1.0)
-
-    assert compilation.measure(*ready()).millisecs == {False: 1000.0}
 
 
 def ready(kind=SmallImages):
@@ -170,84 +32,75 @@ def ready(kind=SmallImages):
     return trainer, trainer._parts, data, [False, True], trainer._use
 
 
-@pytest.mark.thorough
-@pytest.mark.usefixtures("always_measured")
-def test_a_run_that_is_asked_to_stop_is_not_measured():
-    """A loop that stops early says nothing about its speed, so nothing is chosen."""
-    arguments = ready()
-    arguments[1].stop.assign(True)
+class Counting(SmallImages):
+    """Counts the traces of its loss."""
 
-    assert compilation.measure(*arguments) is None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always_measured")
-def test_a_resumed_run_keeps_its_choice(tmp_path, monkeypatch):
-    """A resumed run takes its choice from the checkpoint, or from the file if it was killed before
-    the first checkpoint.
-    """
-    trained_small(jit_compile="elementwise", model_dir=tmp_path / "saved")
-    beside = tmp_path / "killed" / "jit_compile.json"
-    beside.parent.mkdir()
-    beside.write_text('{"jit_compile": "elementwise"}')
-    monkeypatch.setattr(compilation, "measure", None)  # raises if called
-    for folder in ("saved", "killed"):
-        trainer = trained_small(steps=8, jit_compile="auto", model_dir=tmp_path / folder)
-
-        assert trainer.jit_compile == "elementwise"
-
-
-class Worded(SmallImages):
-    """Computes with strings, which XLA cannot compile."""
+    traced = 0
 
     def compute_loss(self, batch, training):
-        """The loss times the number of characters of the label."""
-        lengths = tf.strings.length(tf.strings.as_string(batch[1]))
-        return super().compute_loss(batch, training) * tf.cast(lengths, tf.float32)
+        """Counts a trace."""
+        self.traced += 1
+        return super().compute_loss(batch, training)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_a_run_traces_its_loss_once(precision):
+    """L15: by default, a long run traces the loss once too: nothing is tried before its first step."""
+    trainer = Counting(optimizer=adam, verbose=False, precision=precision)
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+    assert trainer.traced == 1
+    trainer.train((IMAGES, LABELS), steps=1000 if precision == "float32" else 20, global_batch=8)
+
+    assert trainer.traced == 1
+    assert trainer.jit_compile is (precision == "mixed_float16")
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("always_measured")
-def test_a_mode_that_cannot_compile_is_left_out():
-    """A mode that cannot compile the model is left out; the others are measured."""
-    choice = compilation.measure(*ready(Worded))
+def test_a_resumed_run_keeps_its_mode(tmp_path):
+    """A resumed run computes in the mode that its checkpoint records."""
+    trained_small(jit_compile="elementwise", model_dir=tmp_path)
+    trainer = trained_small(steps=8, jit_compile="auto", model_dir=tmp_path)
 
-    assert choice.jit_compile is False
-    assert list(choice.millisecs) == [False]
+    assert trainer.jit_compile == "elementwise"
 
 
-def test_a_short_run_is_not_measured(tmp_path):
-    """A short run is not measured, because it would not save what measuring costs."""
-    trainer = trained_small(jit_compile="auto", model_dir=tmp_path)
+LSTM_INPUTS = [(np.ones([4, size, 3], np.float32), np.ones([4, 1], np.float32)) for size in (5, 7)]
 
-    assert trainer.jit_compile is False
-    assert not (tmp_path / "jit_compile.json").exists()
+
+def as_dataset(batches_of):
+    """A dataset whose spec leaves the length open."""
+    spec = (tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, 1]))
+    return tf.data.Dataset.from_generator(lambda: batches_of, output_signature=spec)
+
+
+@pytest.mark.parametrize("make", [list, as_dataset])
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_passes_over_several_shapes_are_not_compiled(make, several):
+    """XLA would compile a program for each, so a second shape leaves it out, also in float16 on a
+    CPU; an open size that is always the same does not.
+    """
+    data = make(LSTM_INPUTS if several else LSTM_INPUTS[:1] * 2)
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([None, 3]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn=lambda labels, outputs: tf.reduce_mean((labels[:, None] - outputs) ** 2, [1, 2]),
+        precision="mixed_float16",
+        verbose=False,
+    )
+    trainer.train(data, steps=2)
+
+    assert trainer.jit_compile is (not several)
+    assert trainer.totals.attempted == 2
 
 
 @pytest.mark.thorough
-def test_float16_on_a_cpu_is_compiled_in_a_short_run():
-    """A short run in float16 on a CPU is compiled without measuring, because TensorFlow's own float16
+def test_float16_on_a_cpu_is_compiled():
+    """A run in float16 on a CPU is compiled, because TensorFlow's own float16
     convolution is a scalar loop.
     """
     trainer = trained_small(steps=1, jit_compile="auto", precision="mixed_float16")
 
     assert trainer.jit_compile is True
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always_measured")
-@pytest.mark.parametrize("fastest", [True, False, "step"])
-def test_float16_on_a_cpu_is_measured_in_a_long_run(monkeypatch, fastest):
-    """A long run in float16 compares what XLA compiles with TensorFlow's own kernels, which are the
-    faster ones for depthwise convolutions. They are tried even if XLA took longer than the limit.
-    """
-    monkeypatch.setattr(compilation, "MAX_SECS", 60.0 if fastest == "step" else 0.0)
-    monkeypatch.setattr(
-        compilation, "seconds_per_step", lambda parts, *_: 2.0 - (parts.plan.jit_compile == fastest)
-    )
-    trainer = trained_small(jit_compile="auto", precision="mixed_float16")
-
-    assert trainer.jit_compile == fastest
 
 
 @pytest.mark.parametrize(("secs", "compiled"), [(0.015, True), (0.002, False)])
@@ -261,39 +114,6 @@ def test_bfloat16_begins_compiled_on_a_processor_without_it(monkeypatch, secs, c
     compilation.has_only_scalar_kernels.cache_clear()
 
     assert trainer.jit_compile is compiled
-
-
-class NeverApplied(SmallImages):
-    """No step can be applied."""
-
-    def compute_loss(self, batch, training):
-        """An infinite loss."""
-        return super().compute_loss(batch, training) / 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always_measured")
-def test_a_replay_uses_the_mode_of_its_run(tmp_path, monkeypatch):
-    """A record stores the chosen mode, and a trainer that has not chosen yet replays in
-    that mode.
-    """
-    times = {False: 2.0, True: 2.0, "elementwise": 1.0, "step": 2.0}
-    monkeypatch.setattr(
-        compilation, "seconds_per_step", lambda parts, *_: times[parts.plan.jit_compile]
-    )
-    settings = {"optimizer": adam, "seed": 1, "verbose": False, "max_consecutive_skips": 2}
-    trainer = NeverApplied(model_dir=tmp_path, max_overflow_records=1, **settings)
-    with pytest.raises(TrainingStuckError):
-        trainer.train((IMAGES, LABELS), steps=5, global_batch=8)
-    [record] = (tmp_path / "overflows").iterdir()
-    fresh = NeverApplied(**settings)
-    replay = fresh.replay(record)
-
-    assert (
-        json.loads((record / "record.json").read_text())["setting"]["jit_compile"] == "elementwise"
-    )
-    assert fresh.jit_compile == fresh._parts.plan.jit_compile == "elementwise"
-    assert replay.same
 
 
 class Augmented(SmallImages):
@@ -355,15 +175,8 @@ class Sparse(SmallImages):
 
 
 @pytest.mark.thorough  # takes seconds
-@pytest.mark.usefixtures("always_measured")
-def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch):
-    """XLA may compute wrong numbers behind them: "auto" does not choose it, whether it measures or
-    not, and True warns.
-    """
-    measured = compilation.measure(*ready(Sparse))
-    assert (measured.jit_compile, list(measured.millisecs)) == (False, [False])
-
-    monkeypatch.setattr(compilation, "MIN_STEPS", 1000)
+def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog):
+    """XLA may compute wrong numbers behind them: "auto" does not choose it, and True warns."""
     remedy = (
         'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
         "for them."
@@ -378,19 +191,6 @@ def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch)
             "XLA may compute wrong numbers behind operations whose sizes depend on values, as "
             f"'Where'. {what}"
         )
-
-
-@pytest.mark.parametrize(("on_cpu", "first"), [(True, [False, True]), (False, ["step", False])])
-def test_the_most_promising_modes_come_first(monkeypatch, on_cpu, first):
-    """Those after the first two are left out if compiling takes long: a whole step is the fastest
-    on a GPU, and compiled passes on a CPU.
-    """
-    trainer, parts, *_ = ready()
-    pretend(monkeypatch, on_cpu=on_cpu)
-
-    modes = compilation.modes_to_try(trainer, parts.plan)
-    assert modes[:2] == first
-    assert {*modes} == {*COMPILE_MODES} - {"update"}  # Adam has a kernel of its own
 
 
 def padded(batch):
@@ -413,7 +213,7 @@ def as_strings(batch):
         ({}, as_strings, False),
     ],
 )
-def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, change, mode):
+def test_what_a_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, change, mode):
     """The whole step as one program, unless batches may have several shapes, or are not numbers,
     which a warning says.
     """
@@ -469,19 +269,6 @@ def test_batches_that_are_passed_one_by_one_are_not_compiled(monkeypatch):
     assert trainer.jit_compile is False
 
 
-@pytest.mark.usefixtures("always_measured")
-def test_passes_over_examples_of_several_shapes_are_not_measured(monkeypatch):
-    """XLA would compile a program for each; with one batch, measuring would not show it."""
-    monkeypatch.setattr(compilation, "seconds_per_step", lambda *_: 1.0)
-    trainer, parts, data, _, use = ready()
-    several = dataclasses.replace(data, dataset=padded(data.dataset))
-
-    assert {*compilation.settle(trainer, parts, several, 9, use).millisecs} == {
-        False,
-        "elementwise",
-    }
-
-
 def test_a_recorded_mode_is_kept_whatever_the_shapes(tmp_path):
     """A resumed run computes as before, also in a mode that a new one would not begin with."""
     several = padded(tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8))
@@ -492,26 +279,6 @@ def test_a_recorded_mode_is_kept_whatever_the_shapes(tmp_path):
         trainer.train(several, steps=steps)
 
         assert trainer.jit_compile is True
-
-
-@pytest.mark.usefixtures("always_measured")
-def test_on_a_gpu_no_mode_starts_after_the_time_limit(monkeypatch):
-    """Not even the one in which nothing is compiled, if another one works."""
-    pretend(monkeypatch, on_cpu=False)
-    monkeypatch.setattr(compilation, "MAX_SECS", 0.0)
-    trainer, parts, data, _, use = ready()
-    for works, measured in ((True, {"step": 1000.0}), (False, {False: 1000.0})):
-        monkeypatch.setattr(
-            compilation,
-            "seconds_per_step",
-            lambda each, *_, works=works: (
-                1.0 if works or not each.plan.jit_compile else float("inf")
-            ),
-        )
-
-        choice = compilation.measure(trainer, parts, data, ["step", False], use)
-        assert choice.millisecs == measured
-        assert "1e+03 ms a step (no other mode was tried); measured in " in str(choice)
 
 
 class Unbounded(SmallImages):
