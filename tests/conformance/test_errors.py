@@ -901,6 +901,8 @@ MADE = "created by the library; users only read it"
 HOOK = "called by the library, with its own values"
 EXEMPT = {
     ("Action.is_due", "*"): HOOK,
+    ("BatchResult", "*"): MADE,
+    ("Trainer.train_on_batch", "return_aux"): "any truth value",
     ("Action.set_state", "*"): HOOK,
     ("Callback", "*"): "a class to derive from; it takes no arguments",
     ("Callback.load_state_dict", "*"): HOOK,
