@@ -52,8 +52,7 @@ class Entry(NamedTuple):
             a batch is cut, the plain loop cuts it too.
         draws: whether the model draws random numbers, so that it is only seen to train.
         optimizer: returns the optimizer.
-        floor: the share of the norm of all moves under which no variable's move is told apart: 1 for
-            deep networks with BatchNorm, of whose gradients float32 leaves few digits.
+        steps: number of steps. After several, rounding has taken a deep network elsewhere.
         expected: outcomes by cell; where none is given, the one that follows from the fields above.
         because: what a reader of the page must know.
         needs: packages without which it is skipped.
@@ -70,7 +69,7 @@ class Entry(NamedTuple):
     shares: bool = False
     draws: bool = False
     optimizer: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.SGD(0.05)
-    floor: float = 1e-2
+    steps: int = 3
     expected: dict[str, str] = {}  # noqa: RUF012  # never changed
     because: str = ""
     needs: tuple[str, ...] = ()

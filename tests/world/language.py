@@ -170,6 +170,7 @@ EXPERTS = {
     "expected": ROUTER | {"float16": FAULT},
     "because": "a router's loss of all of a share; its experts multiply float16 by float32",
 }
+DECAY = {"expected": {"float16": FAULT}, "because": "NaN in float16 by itself"}
 MASK = {"expected": {"float16": FAULT}, "because": "a mask beyond float16's range makes NaN"}
 ELECTRA = {key.replace("vocabulary", "vocab"): size for key, size in TINY.items()}
 RWKV = {"hidden_size": 16, "head_size": 4, "gate_lora": 8, "mv_lora": 8, "aaa_lora": 8}
@@ -257,7 +258,15 @@ LANGUAGE = [
     generator("Falcon", "Falcon", **FALCON, num_attention_heads=4, intermediate_dim=32),
     generator("Phi-3", "Phi3", **GROUPED),
     generator("SmolLM3", "SmolLM3", **SMALL, **SMOL),
-    generator("RWKV-7", "RWKV7", vocabulary_size=17, num_layers=2, intermediate_dim=32, **RWKV),
+    generator(
+        "RWKV-7",
+        "RWKV7",
+        vocabulary_size=17,
+        num_layers=2,
+        intermediate_dim=32,
+        **RWKV,
+        fields=DECAY,
+    ),
     encoder_decoder("T5", "T5", fields=MASK),
     encoder_decoder("BART", "Bart", **SHORT),
     whisper(),

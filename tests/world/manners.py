@@ -334,13 +334,14 @@ def application(name, size=32, **arguments):
 
     def model():
         make = getattr(keras.applications, name)
-        return make(
+        made = make(
             weights=None,
             input_shape=[size, size, 3],
             classes=3,
             classifier_activation=None,
             **arguments,
         )
+        return without_dropout(made)
 
     def batch(random):
         return images(random, size), classes(random)
@@ -353,7 +354,7 @@ def application(name, size=32, **arguments):
         loss_fn=cross_entropy,
         shares=True,
         optimizer=lambda: keras.optimizers.SGD(1e-6),
-        floor=1.0,
+        steps=1,
     )
 
 
