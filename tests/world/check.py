@@ -83,12 +83,13 @@ def trainer_of(entry, cell, strategy):
 
 
 def train(entry, cell, strategy):
-    """Trains by a `Trainer`. Returns all weights before, and the trainable and the other ones after."""
+    """Trains by a `Trainer`. Returns all weights and the trainable ones before, and `moved` after."""
     trainer = trainer_of(entry, cell, strategy)
     start = values(trainer.model.variables)
+    before = values(trainer.model.trainable_variables)
     totals = trainer.train(data_of(batches_of(entry)), steps=entry.steps).totals
     assert totals.applied == entry.steps, totals
-    return start, moved(trainer.model)
+    return start, before, moved(trainer.model)
 
 
 def moved(model):
@@ -178,12 +179,12 @@ def check(entry, cell, strategy):
         return check_refused(entry, cell, strategy)
     if outcome == FAULT:
         return check_fault(entry, cell)
-    start, (trained, others) = train(entry, cell, strategy)
+    start, before, (trained, others) = train(entry, cell, strategy)
     assert all(np.isfinite(value).all() for value in [*trained, *others])
     if outcome == TRAINS:
-        assert any((new != old).any() for new, old in zip_same(trained, start))
+        assert any((new != old).any() for new, old in zip(trained, before, strict=True))
         return None
-    before, (expected, expected_others) = plain(entry, cell, start)
+    _, (expected, expected_others) = plain(entry, cell, start)
     found = list(distances(before, trained, expected))
     bounds = [TOLERANCES[cell.precision]] * len(found)
     if cell.precision != "float32" and any(each > bounds[0] for each in found):
@@ -206,14 +207,6 @@ def check(entry, cell, strategy):
                 mine, theirs, rtol=TOLERANCES[cell.precision], atol=bounds[0] * largest
             )
     return None
-
-
-def zip_same(trained, start):
-    """Pairs of trained weights and initial ones of the same shape."""
-    left = list(start)
-    for new in trained:
-        place = next(place for place, old in enumerate(left) if old.shape == new.shape)
-        yield new, left.pop(place)
 
 
 def check_refused(entry, cell, strategy):

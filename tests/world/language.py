@@ -168,7 +168,7 @@ RANGE = {
 ROUTER = {"replicas": SHARES, "microbatches": SHARES}
 EXPERTS = {
     "expected": ROUTER | {"float16": FAULT},
-    "because": "a router's loss of all of a share; its experts multiply float16 by float32",
+    "because": "a router's loss of all of a share; experts multiply float16 by float32",
 }
 DECAY = {"expected": {"float16": FAULT}, "because": "NaN in float16 by itself"}
 MASK = {"expected": {"float16": FAULT}, "because": "a mask beyond float16's range makes NaN"}

@@ -491,7 +491,15 @@ MANNERS = [
     Entry(
         "layer as the model", "a user's", built(Block, [4]), labelled, loss=logits_loss, in_ci=True
     ),
-    Entry("mixture with a router's loss", "a user's", router, labelled, loss_fn=cross_entropy),
+    Entry(
+        "mixture with a router's loss",
+        "a user's",
+        router,
+        labelled,
+        loss_fn=cross_entropy,
+        shares=True,
+        because="a router's loss of all of a share: a warning names its layer",
+    ),
     Entry(
         "stateful LSTM",
         "a user's",

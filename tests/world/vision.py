@@ -1,7 +1,9 @@
 """Models of images of KerasHub, in tiny configurations with random weights."""
 
+import functools
 import importlib
 
+import keras
 import numpy as np
 import tensorflow as tf
 from world.entry import (
@@ -228,8 +230,9 @@ def retinanet():
     return entry(
         "RetinaNet",
         model,
-        boxes,
+        functools.partial(boxes, scale=32.0),
         loss=with_mean_loss,
+        optimizer=lambda: keras.optimizers.SGD(1e-3),
         coupled=True,
         expected={"replicas": TRAINS},
         because=BOTH,
