@@ -18,7 +18,7 @@ from absl import app, flags
 from models import work_of
 from turns import in_turn, machine, printed_by, ratios_of, table, with_interval, write_between
 
-from trainer.base.tensorflow_startup import ONEDNN
+from scaling.base.tensorflow_startup import ONEDNN
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["mlp", "cnn", "resnet", "transformer"], "Models of step_time.py.")

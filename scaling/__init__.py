@@ -1,5 +1,9 @@
 """Loss scaling for half-precision training: rules, casts, checks and diagnosis."""
 
+from scaling.base import tensorflow_startup
+
+tensorflow_startup.import_tensorflow()  # before anything else imports it
+
 from scaling.base.verdict import Cause, Verdict, as_verdict, find_cause
 from scaling.call_order import Token
 from scaling.layerwise.chain import LayerwiseGradients, layerwise_gradients

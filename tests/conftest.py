@@ -75,6 +75,7 @@ QUICK = (
 )
 NOT_QUICK = (
     "scaling/layerwise",
+    "scaling/base/test_tensorflow_startup.py",
     "scaling/rules/test_logmax.py",
     "scaling/rules/test_presets.py",
     "scaling/rules/test_rule.py",
@@ -92,7 +93,6 @@ NOT_QUICK = (
     "strategies/test_workers.py",
     "trainer/base/test_autograph.py",
     "trainer/base/test_keras_private.py",
-    "trainer/base/test_tensorflow_startup.py",
     "trainer/step/test_attempt.py",
     "trainer/step/test_attempt_in_replica.py",
     "trainer/step/test_batch_norm.py",

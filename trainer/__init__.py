@@ -9,11 +9,13 @@ import importlib
 import pathlib
 import typing
 
-from trainer.base import sibling_packages, supported_versions, tensorflow_startup
+from trainer.base import sibling_packages, supported_versions
 
 sibling_packages.check_siblings(pathlib.Path(__file__).parents[1])
-tensorflow_startup.import_tensorflow()  # before anything else imports it
-supported_versions.check_versions(supported_versions.installed())
+try:
+    import scaling  # noqa: F401  # imports TensorFlow quietly, before anything else does
+finally:  # the version is the cause of other errors, too
+    supported_versions.check_versions(supported_versions.installed())
 
 if typing.TYPE_CHECKING:
     from trainer.checkpoint import CheckpointError

@@ -56,7 +56,6 @@ def test_the_package_alone_loads_only_its_start():
         "trainer.base",
         "trainer.base.sibling_packages",
         "trainer.base.supported_versions",
-        "trainer.base.tensorflow_startup",
     }
 
 

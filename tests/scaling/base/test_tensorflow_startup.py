@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from trainer.base.tensorflow_startup import LOG_LEVEL, ONEDNN, without_noise
+from scaling.base.tensorflow_startup import LOG_LEVEL, ONEDNN, without_noise
 
-SCRIPT = "import trainer, tensorflow as tf; tf.zeros([2]); print('ours')"
+SCRIPT = "import {}, tensorflow as tf; tf.zeros([2]); print('ours')"
 
 
-def import_trainer(**environment):
-    """Runs a process that imports `trainer` first, with no other setting for TensorFlow."""
+def import_first(package="trainer", **environment):
+    """Runs a process that imports a package first, with no other setting for TensorFlow."""
     others = {name: value for name, value in os.environ.items() if name not in (LOG_LEVEL, ONEDNN)}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT.format(package)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -45,9 +45,10 @@ def test_only_info_messages_are_dropped():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [None, "0"])
-def test_importing_trainer_first_hides_start_up_messages(level):
-    """A program that imports `trainer` before TensorFlow prints no start-up messages by default."""
-    result = import_trainer(**{LOG_LEVEL: level} if level else {})
+@pytest.mark.parametrize("package", ["trainer", "scaling"])
+def test_importing_a_package_first_hides_start_up_messages(package, level):
+    """A program that imports it before TensorFlow prints no start-up messages by default."""
+    result = import_first(package, **{LOG_LEVEL: level} if level else {})
 
     assert result.stdout == "ours\n"
     assert (result.stderr == "") == (level is None)
@@ -58,6 +59,6 @@ def test_importing_trainer_first_hides_start_up_messages(level):
 @pytest.mark.parametrize("setting", [None, pytest.param("0", marks=pytest.mark.slow)])
 def test_onednn_is_on_unless_the_environment_turns_it_off(setting):
     """TensorFlow alone would leave it off on many processors, where convolutions run slower."""
-    result = import_trainer(**{LOG_LEVEL: "0"} | ({ONEDNN: setting} if setting else {}))
+    result = import_first(**{LOG_LEVEL: "0"} | ({ONEDNN: setting} if setting else {}))
 
     assert ("oneDNN custom operations are on" in result.stderr) == (setting is None)
