@@ -73,6 +73,6 @@ def test_the_extra_all_has_every_extra_of_users():
     named = set(re.fullmatch(r"halfstep\[([\w,-]+)\]", everything)[1].split(","))
     ours = {
         *("aim", "all", "audit", "bench", "browser", "coverage", "data", "docs", "examples"),
-        *("gpu-check", "mutation", "oracles", "proofs", "release", "test", "tpu-check"),
+        *("gpu-check", "mutation", "oracles", "proofs", "release", "test", "tpu-check", "world"),
     }
     assert named == extras.keys() - ours
