@@ -262,6 +262,6 @@ def unclear(argument, error):
     named = {part.split("[")[0] for part in re.findall(r"`([\w.\[\]'\"()]+)`", message)}
     if message.startswith("`") and not named & {argument, "loss_fn", "sample_weight"}:
         return f"unnamed: {text}"
-    if len(message.split(". ")) < 2 or len(message) > odd_inputs.LONGEST:
-        return f"sentences: {text}"
+    if len(message) > odd_inputs.LONGEST:
+        return f"too long: {text}"
     return ""

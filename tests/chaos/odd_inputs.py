@@ -33,6 +33,7 @@ from helpers import linear_model
 import scaling
 import trainer
 from strategies import registry
+from trainer.data.structures import BatchError
 
 SECONDS = 300  # for one call; most take less than one, on a machine that does nothing else
 LONGEST = 2000  # characters of an error
@@ -405,15 +406,12 @@ def unclear(place, error, value, *, any_argument=False):  # a reason each
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{pathlib.Path(last.filename).name}:{last.lineno}"
     text = f"{kind} at {where}: {message[:300]}"
-    if type(error) not in {TypeError, ValueError, RuntimeError}:
+    if type(error) not in {TypeError, ValueError, RuntimeError, BatchError}:
         return text
     if not any_argument and not names_argument(place, message, value):
         return "unnamed: " + text
-    rule, _, found = message.partition("; got ")
-    if not re.match(r"`[\w.\[\]'\"()]+` must ", rule) or not found:
+    if not re.match(r"`[\w.\[\]'\"()]+` must ", message):
         return "form: " + text
-    if len(found.split(". ")) < 3:
-        return "sentences: " + text
     if len(message) > LONGEST or re.search(r"[\x00-\x09\x0b-\x1f\ud800-\udfff]", message):
         return f"cannot be printed ({len(message)} characters): {text!r}"
     returned = callable(value) and "must return" in message  # the error is about what it returns
