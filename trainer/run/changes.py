@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from absl import logging
@@ -113,11 +113,15 @@ def executed_cell() -> int | None:
 
 def declared_by(layer: keras.Layer) -> Plain:
     """Returns the settings that a layer declares; its layers' are left out."""
-    config = None
-    if not isinstance(layer, keras.Model):
-        with contextlib.suppress(Exception):  # a user's layer may have no configuration
-            config = describe(layer.get_config())
+    config = None if isinstance(layer, keras.Model) else config_of(layer)
     return layer.dtype_policy.name, layer.trainable, config
+
+
+def config_of(part: Any) -> Plain:
+    """Returns the configuration of a layer or a schedule; None for a user's own without one."""
+    with contextlib.suppress(Exception):
+        return describe(part.get_config())
+    return None
 
 
 def settings_of(
@@ -126,7 +130,7 @@ def settings_of(
     """Returns an optimizer, its learning rate, and the settings of both."""
     rate = learning_rate_setting(optimizer)
     schedule = keras.optimizers.schedules.LearningRateSchedule
-    of_rate = describe(rate) if isinstance(rate, schedule) else None
+    of_rate = config_of(rate) if isinstance(rate, schedule) else None
     settings = {"learning rate": of_rate, "not decayed": weight_decay_exclusions(optimizer)}
     return optimizer, rate, plain_attributes(optimizer) | settings
 

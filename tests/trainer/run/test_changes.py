@@ -602,3 +602,29 @@ def test_a_model_that_is_first_used_in_a_graph_is_built_outside_of_it():
 
     assert outputs(X).shape[0] == len(X)
     assert len(train(trainer, 1)) == len(trainer.model.trainable_variables)
+
+
+class Counted(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule without a configuration, which counts its calls."""
+
+    def __init__(self):
+        """Begins at 0."""
+        self.calls = 0
+
+    def __call__(self, step):
+        """Returns one rate."""
+        self.calls += 1
+        return 0.125 + 0.0 * tf.cast(step, tf.float32)
+
+
+def test_a_schedule_may_count_its_calls():
+    """What a schedule without a configuration holds is its own affair, also beside hooks."""
+    schedule = Counted()
+    trainer = trainer_of(
+        optimizer=lambda: keras.optimizers.SGD(schedule),
+        actions=[Action(lambda _: schedule(1), every_steps=1)],
+    )
+    assert max(train(trainer, 2)) > 0
+    parts = trainer._parts
+    assert max(train(trainer, 4)) > 0
+    assert trainer._parts is parts
