@@ -161,6 +161,7 @@ def teacher():
 GEMMA = SMALL | {"num_query_heads": 4, "num_key_value_heads": 1, "head_dim": 4}
 SLIDING = {"use_sliding_window_attention": True, "sliding_window_size": 4}
 CI = {"in_ci": True}
+MIXES = {"shares": True, "because": "mixes the examples that it sees together"}
 RANGE = {
     "expected": {"float16": FAULT},
     "because": "makes a range of float16, which TensorFlow cannot",
@@ -202,7 +203,7 @@ LANGUAGE = [
     backbone("ELECTRA", "Electra", ALL, size=ELECTRA, embedding_dim=8, **SHORT),
     backbone("FNet", "FNet", IDS_SEGMENTS, **SHORT),
     classifier("DeBERTa V3", "DebertaV3", bucket_size=4, **SHORT),
-    backbone("XLNet", "XLNet", ALL),
+    backbone("XLNet", "XLNet", ALL, fields=MIXES),
     backbone("ESM", "ESM", IDS, fields=RANGE),
     backbone("RoFormer V2", "RoformerV2", IDS_SEGMENTS, head_size=8, fields=RANGE),
     generator("GPT-2", "GPT2", fields=CI, **TINY, **SHORT, dropout=0.0),
