@@ -720,10 +720,12 @@ class Trainer(Task):
         if self._online is None:
             self.data_argument = "batch"
         loop = self._online
-        missing = return_aux and not (loop and loop.parts.plan.kept)
-        if loop is None or missing or must_look_again(loop.parts.plan, self._setup):
+        # `evaluate` may have traced anew, and a loop that keeps no rows cannot return them.
+        if loop and (loop.parts is not self._parts or (return_aux and not loop.parts.plan.kept)):
+            loop = None
+        if loop is None or must_look_again(loop.parts.plan, self._setup):
             parts = self._start(tensors)
-            if loop is None or missing or loop.parts is not parts:
+            if loop is None or loop.parts is not parts:
                 loop = self._begin_online(tensors, return_aux=return_aux)
         try:
             result = loop.take(tensors)

@@ -628,3 +628,16 @@ def test_a_schedule_may_count_its_calls():
     parts = trainer._parts
     assert max(train(trainer, 4)) > 0
     assert trainer._parts is parts
+
+
+def test_batches_go_on_with_what_an_evaluation_has_traced(tmp_path):
+    """An attribute that was set before `evaluate` is seen by `train_on_batch`; the run is saved."""
+    settings = {"model": model, "optimizer": "sgd", "loss_fn": "mse", "jit_compile": False}
+    trainer = Behind(**settings, verbose=False, seed=1, model_dir=tmp_path)
+    trainer.train_on_batch((X, Y))
+    trainer.beta = 0.0
+    assert trainer.evaluate((X, Y), global_batch=12)["loss"] == 0.0
+    assert trainer.train_on_batch((X, Y))["loss"] == 0.0
+    trainer.save_checkpoint()
+    trainer.train((X, Y), steps=3, global_batch=12)
+    assert trainer.totals.attempted == 3
