@@ -92,7 +92,7 @@ NOT_QUICK = (
     "strategies/test_tpu.py",
     "strategies/test_workers.py",
     "trainer/base/test_autograph.py",
-    "trainer/base/test_keras_private.py",
+    "trainer/base/test_keras_compat.py",
     "trainer/step/test_attempt.py",
     "trainer/step/test_attempt_in_replica.py",
     "trainer/step/test_batch_norm.py",

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.base.keras_private import arguments_of_loss
+from trainer.keras_compat import arguments_of_loss
 
 Plain: TypeAlias = Any  # None, a bool, a number, a string, or lists and dicts of such values
 

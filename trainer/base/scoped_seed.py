@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from trainer.base.keras_private import (
+from trainer.keras_compat import (
     FrameworkRandomState,
     framework_random_state,
     set_framework_random_state,

@@ -11,7 +11,7 @@ SUPPORTED = {"tensorflow": ("2.19", "2.22"), "keras": ("3.15", "3.16")}
 def check_versions(found: dict[str, str]) -> None:
     """Raises ImportError unless each version is supported.
 
-    Without this check, an import in `keras_private.py` would fail on a name, or, worse, a private
+    Without this check, an import in `keras_compat.py` would fail on a name, or, worse, a private
     name would have another meaning.
 
     Args:

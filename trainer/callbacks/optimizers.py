@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from trainer.base.keras_private import learning_rate_setting
+from trainer.keras_compat import learning_rate_setting
 from trainer.step.objective import optimizers_in, single_optimizers
 
 

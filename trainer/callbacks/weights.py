@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.base.keras_private import averages_of
 from trainer.callbacks.monitored import Monitored
 from trainer.callbacks.optimizers import optimizers_of
 from trainer.checkpoint.warm_start import weights_of
+from trainer.keras_compat import averages_of
 from trainer.step.types import Variable
 
 

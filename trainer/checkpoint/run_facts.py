@@ -21,12 +21,12 @@ from trainer.base.describe import (
     package_of,
     plain_attributes,
 )
-from trainer.base.keras_private import (
+from trainer.checkpoint.folder import Facts
+from trainer.keras_compat import (
     all_layers,
     learning_rate_setting,
     weight_decay_exclusions,
 )
-from trainer.checkpoint.folder import Facts
 from trainer.step.types import Model
 
 

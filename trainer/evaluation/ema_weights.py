@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scaling.base.argument_checks import shown
-from trainer.base.keras_private import assign_averages, built_for
+from trainer.keras_compat import assign_averages, built_for
 from trainer.step.objective import average_weights
 from trainer.step.plan import StepPlan
 from trainer.step.rollback import read_copies, write_copies

@@ -14,7 +14,6 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import is_name_in, shown
 from trainer.base.autograph import call_user, without_autograph
-from trainer.base.keras_private import differentiable_moments
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.in_float32 import in_float32
 from trainer.evaluation.no_writes import (
@@ -25,6 +24,7 @@ from trainer.evaluation.no_writes import (
     without_writes,
 )
 from trainer.evaluation.prediction import joined, predict_batch
+from trainer.keras_compat import differentiable_moments
 from trainer.losses.metrics import numbers_of
 from trainer.step.accumulate import real_examples
 from trainer.step.checks import check_weights

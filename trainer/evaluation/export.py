@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.base.argument_checks import check_choice, check_path
-from trainer.base.keras_private import all_layers, layers_under_policy
 from trainer.base.warn_once import warn_once
+from trainer.keras_compat import all_layers, layers_under_policy
 from trainer.step.types import Model
 
 PRECISIONS = ("train", "float32", "float16", "bfloat16")

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from trainer.base.error_origin import raising_package
-from trainer.base.keras_private import all_layers, computing_in_float32
+from trainer.keras_compat import all_layers, computing_in_float32
 from trainer.step.checks import SIGNIFICANT_BITS
 
 ANSI = re.compile(r"\x1b\[\d*m")  # Keras prints errors in bold

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from rich.table import Table
 
-from trainer.base.keras_private import owners_of
+from trainer.keras_compat import owners_of
 from trainer.log.summary import format_bytes
 
 MAX_LAYERS = 30  # rows of the table by layer

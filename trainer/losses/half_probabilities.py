@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
-from trainer.base.keras_private import arguments_of_loss
 from trainer.base.warn_once import warn_once
+from trainer.keras_compat import arguments_of_loss
 from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
 
 # The smallest distance of a number below 1 from 1, which is all that is left of a logit.

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from scaling.ops.gradients import at_least_float32
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import arguments_of_loss, keras_mask
 from trainer.base.warn_once import warn_once
+from trainer.keras_compat import arguments_of_loss, keras_mask
 from trainer.losses.loss_shapes import keras_loss, name_of
 from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 

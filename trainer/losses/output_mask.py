@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import all_layers, keras_mask, with_keras_mask
 from trainer.base.trace_apart import apart
 from trainer.base.warn_once import warn_once
+from trainer.keras_compat import all_layers, keras_mask, with_keras_mask
 from trainer.losses.loss_fn import product, without_last_ones
 from trainer.losses.output_losses import only_one
 from trainer.step.dependence import operations_before, values_read

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.base.keras_private import all_layers, replaced_calls
+from trainer.keras_compat import all_layers, replaced_calls
 
 
 class Probes:

@@ -15,7 +15,6 @@ from scaling.rules.named import format_rule
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
 from trainer.base.describe import text_of_rule
-from trainer.base.keras_private import is_metric_built, recompute_constants
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import versions, warn_about_model
 from trainer.checkpoint.contents import Contents, others_with_variables
@@ -28,6 +27,7 @@ from trainer.config.resolve import dtype_policy
 from trainer.data.value_checks import checked
 from trainer.evaluation.evaluator import Evaluator
 from trainer.evaluation.no_writes import generators_in
+from trainer.keras_compat import is_metric_built, recompute_constants
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps

@@ -17,16 +17,16 @@ import keras
 from absl import logging
 
 from trainer.base.describe import Plain, describe, plain_attributes
-from trainer.base.keras_private import (
+from trainer.checkpoint.run_facts import differences, model_facts
+from trainer.checkpoint.warm_start import weights_of
+from trainer.evaluation.evaluator import Evaluator
+from trainer.keras_compat import (
     all_layers,
     keep_rate_tracked,
     learning_rate_setting,
     recompute_constants,
     weight_decay_exclusions,
 )
-from trainer.checkpoint.run_facts import differences, model_facts
-from trainer.checkpoint.warm_start import weights_of
-from trainer.evaluation.evaluator import Evaluator
 from trainer.run.build import (
     checkpoint_folder,
     create_metric_variables,

@@ -17,8 +17,8 @@ from absl import logging
 
 import strategies
 from strategies.division import cut_rows
-from trainer.base.keras_private import all_layers, layer_that_added, owners_of
 from trainer.base.warn_once import listed
+from trainer.keras_compat import all_layers, layer_that_added, owners_of
 from trainer.run.gradient_check import EXAMPLES, computes_in_float32, first_examples, restoring
 from trainer.run.gradient_check import pass_inputs as inputs_of
 from trainer.step.added_losses import (

@@ -19,9 +19,9 @@ import scaling
 import strategies
 from strategies.division import cut_rows
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import all_layers, differentiable_moments
 from trainer.base.warn_once import listed
 from trainer.data.errors import reason_of
+from trainer.keras_compat import all_layers, differentiable_moments
 from trainer.step.added_losses import added_entries, added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.gradients import gradient_values

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import learning_rate_setting
+from trainer.keras_compat import learning_rate_setting
 from trainer.step import StepPlan
 
 NAME = "learning_rate"  # under which a single optimizer's learning rate is logged

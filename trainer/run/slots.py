@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from trainer.base.keras_private import build_again, built_for, inner_optimizer
 from trainer.checkpoint.warm_start import weights_of
+from trainer.keras_compat import build_again, built_for, inner_optimizer
 from trainer.run.protocol import RunnableTrainer, Slot, Slots
 from trainer.step.objective import optimizers_in
 from trainer.step.rollback import read_copies, write_copies

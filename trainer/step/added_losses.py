@@ -22,9 +22,9 @@ import keras
 import tensorflow as tf
 
 import strategies
-from trainer.base.keras_private import all_layers, layer_that_added, replaced_calls
 from trainer.base.trace_apart import is_apart
 from trainer.base.warn_once import warn_once
+from trainer.keras_compat import all_layers, layer_that_added, replaced_calls
 from trainer.step.microbatch import GlobalBatchSize
 
 

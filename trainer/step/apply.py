@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import (
+from trainer.keras_compat import (
     atomic_update_count,
     average_overwrites_on_replicas,
     averages_updated,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import all_layers, replaced_calls
+from trainer.keras_compat import all_layers, replaced_calls
 from trainer.step.types import Model
 
 MIN_EPSILON = 1.001e-5  # the smallest epsilon that the kernel accepts on every device

@@ -21,7 +21,7 @@ from trainer.base.argument_checks import (
     check_count,
     check_ema_momentum,
 )
-from trainer.base.keras_private import all_layers, built_for, owners_of
+from trainer.keras_compat import all_layers, built_for, owners_of
 from trainer.step.clip import Clip
 from trainer.step.held_back import name_of_variable, tensorflow_variable
 from trainer.step.losses import nan_unless

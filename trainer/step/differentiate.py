@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.base.keras_private import differentiable_moments
 from trainer.base.warn_once import listed, warn_once
+from trainer.keras_compat import differentiable_moments
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.float8 import called_once

@@ -13,8 +13,8 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
-from trainer.base.keras_private import all_layers, replaced_calls
 from trainer.base.trace_apart import is_apart
+from trainer.keras_compat import all_layers, replaced_calls
 from trainer.step.inner_graphs import inner_graphs
 from trainer.step.types import Model, Values
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import means_of_compute_loss, regularizers_in_float32
+from trainer.keras_compat import means_of_compute_loss, regularizers_in_float32
 from trainer.step.added_losses import (
     added_entries,
     check_on_tape,

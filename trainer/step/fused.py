@@ -19,7 +19,7 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import slot_variables
+from trainer.keras_compat import slot_variables
 
 # (gradient, variable, learning_rate) -> None, as `keras.optimizers.Optimizer.update_step`.
 UpdateRule: TypeAlias = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]

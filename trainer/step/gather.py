@@ -26,7 +26,7 @@ import strategies
 from scaling.base.argument_checks import as_tensor
 from strategies.division import first_row
 from trainer.base.argument_checks import as_returned_loss
-from trainer.base.keras_private import added_losses_kept
+from trainer.keras_compat import added_losses_kept
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.types import Model
 

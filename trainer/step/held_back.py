@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import casts_variables
+from trainer.keras_compat import casts_variables
 from trainer.step.inner_graphs import inner_graphs
 from trainer.step.loop_casts import LoopCasts, in_place_of
 from trainer.step.reach import reach

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import all_layers, replaced_calls
+from trainer.keras_compat import all_layers, replaced_calls
 from trainer.step.checks import SIGNIFICANT_BITS
 
 EXACT = {dtype: 2**bits for dtype, bits in SIGNIFICANT_BITS.items()}  # the largest exact integers

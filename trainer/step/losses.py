@@ -9,7 +9,7 @@ import tensorflow as tf
 import strategies
 from strategies.division import count_examples, known_examples
 from trainer.base.argument_checks import as_returned_loss
-from trainer.base.keras_private import outputs_of_called
+from trainer.keras_compat import outputs_of_called
 from trainer.step.gather import scalar_loss
 from trainer.step.objective import ONLY, Objective
 from trainer.step.types import Aux, Batch

@@ -11,7 +11,7 @@ import scaling
 import strategies
 from strategies.division import count_examples
 from trainer.base.argument_checks import check_nonnegative
-from trainer.base.keras_private import (
+from trainer.keras_compat import (
     computing_in_float32,
     keep_rate_tracked,
     learning_rate_setting,

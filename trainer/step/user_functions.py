@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import owners_of
+from trainer.keras_compat import owners_of
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.writes import captured
 

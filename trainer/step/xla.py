@@ -15,7 +15,7 @@ from absl import logging
 
 import strategies
 from trainer.base.argument_checks import check_choice
-from trainer.base.keras_private import all_layers
+from trainer.keras_compat import all_layers
 from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
 from trainer.step.report import StepReport
 from trainer.step.report_bits import PackedReport, packed

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from trainer.base.keras_private import has_xla_kernel, traced_functions
+from trainer.keras_compat import has_xla_kernel, traced_functions
 from trainer.step.inner_graphs import called_functions
 
 # XLA turns these operations of TensorFlow 1's control flow into others before it compiles.

@@ -8,8 +8,8 @@ import pytest
 from helpers import Linear, slopes
 
 from trainer import Trainer
-from trainer.base.keras_private import averages_of
 from trainer.callbacks import BestWeights
+from trainer.keras_compat import averages_of
 
 
 def test_best_weights_are_kept_in_memory():

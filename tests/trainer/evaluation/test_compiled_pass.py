@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import strategies
 from trainer import Trainer
-from trainer.base.keras_private import traced_functions
 from trainer.evaluation.compiled_pass import compiled_pass
+from trainer.keras_compat import traced_functions
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 DATA = (X, X[:, :1])

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import scaling
-from trainer.base.keras_private import all_layers
+from trainer.keras_compat import all_layers
 from trainer.step import TrainState, attempt_step, plan_step
 from trainer.step.held_back import is_seed_state
 from trainer.step.randomness import check_no_stateful_ops, key_source, make_keys, seed_states

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, assert_close, trained_small
 
-from trainer.base.keras_private import traced_functions
+from trainer.keras_compat import traced_functions
 from trainer.step import attempt, replica
 from trainer.step.outcomes import apply_or_skip
 from trainer.step.xla import (

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.base import keras_private
-from trainer.base.keras_private import (
+from trainer import keras_compat
+from trainer.keras_compat import (
     all_layers,
     arguments_of_loss,
     atomic_update_count,
@@ -522,6 +522,6 @@ def test_inputs_that_keras_casts_to_half_precision_are_found():
     finally:
         keras.config.set_dtype_policy("float32")
 
-    assert [each.dtype for each in keras_private.inputs_in_half(blind)] == ["float16"]
+    assert [each.dtype for each in keras_compat.inputs_in_half(blind)] == ["float16"]
     for other in (model, declared, declared.layers[0], keras.Sequential([keras.layers.Dense(2)])):
-        assert keras_private.inputs_in_half(other) == []
+        assert keras_compat.inputs_in_half(other) == []
