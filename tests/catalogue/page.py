@@ -43,7 +43,7 @@ all classes, every configuration is. CI tries every thirtieth class. Within six 
 nine further configurations each, in which every value of an axis meets every value of another, with other
 random models.
 An optimizer sees float32 gradients in every precision, so optimizers are compared in float32 only.
-All of this is on CPUs; [what was tried on a GPU](performance.md#times-on-a-card) is little.
+All of this is on CPUs; [what was tried on a GPU](performance.md#on-an-h100) is little.
 """
 
 

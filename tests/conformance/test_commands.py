@@ -21,12 +21,9 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             "python benchmarks/gpu_cost.py",
-            "python benchmarks/gpu_cost.py --dtypes=float16 --parts",
             "python benchmarks/growth.py",
             "python benchmarks/input_path.py",
             "python benchmarks/onednn.py",
-            "python benchmarks/profile_step.py --model=cnn --dtype=bfloat16",
-            "python benchmarks/profile_step.py --model=cnn --dtype=float32",
             "python benchmarks/all_reduce.py",
             "python benchmarks/start_up.py",
             "python benchmarks/step_time.py",
@@ -37,7 +34,6 @@ NOT_RUN = {
     "python -W default::DeprecationWarning": "part of a command",
     "python -m strategies.launch": "incomplete; the complete commands run",
     "python -m trainer.replay": "incomplete; test_main.py runs it",
-    "python -m strategies.launch --workers=2 SCRIPT --flags...": "runs without the flags",
     "python -m scaling.simulate": "incomplete; the complete commands run",
     "python -m scaling.simulate RUN/metrics.jsonl --float8_rules=delayed,"
     "delayed:history_length=16:margin=1,keras3,current": "test_simulate.py simulates such rules",

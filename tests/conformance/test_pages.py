@@ -35,6 +35,8 @@ OTHERS = [
     "docs/catalogue.md",
     "docs/report.md",
     "docs/devices.md",
+    "docs/limits.md",
+    "docs/words.md",
     "docs/peers_tests.md",
     "docs/skipped-steps.md",
     "docs/versions.md",
