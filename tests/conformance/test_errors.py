@@ -1,7 +1,6 @@
-"""Every public argument with a value that it refuses, by an error that names the argument.
+"""Values that public arguments refuse, each by an error that names the argument.
 
-A new argument needs a case here, or a reason in `EXEMPT`. The words of an error stand where it is
-raised, and nowhere else.
+The words of an error stand where it is raised, and nowhere else.
 """
 
 import contextlib
@@ -896,103 +895,6 @@ FLAGS = [
     (UNKNOWN := "precison", "--precison=mixed_float16"),
 ]
 
-# By public name and argument: why the argument has no case. "*" stands for all arguments.
-MADE = "created by the library; users only read it"
-HOOK = "called by the library, with its own values"
-EXEMPT = {
-    ("Action.is_due", "*"): HOOK,
-    ("BatchResult", "*"): MADE,
-    ("Trainer.train_on_batch", "return_aux"): "any truth value",
-    ("Action.set_state", "*"): HOOK,
-    ("Callback", "*"): "a class to derive from; it takes no arguments",
-    ("Callback.load_state_dict", "*"): HOOK,
-    ("Callback.on_epoch_end", "*"): HOOK,
-    ("Callback.on_evaluate_begin", "*"): HOOK,
-    ("Callback.on_evaluate_end", "*"): HOOK,
-    ("Callback.on_log", "*"): HOOK,
-    ("Callback.on_loop_begin", "*"): HOOK,
-    ("Callback.on_loop_end", "*"): HOOK,
-    ("Callback.on_recovery", "*"): HOOK,
-    ("Callback.on_train_end", "*"): HOOK,
-    ("Callback.overrides", "*"): HOOK,
-    ("Callback.set_epochs", "*"): HOOK,
-    ("Callback.set_run", "*"): HOOK,
-    ("Callback.set_trainer", "*"): HOOK,
-    ("Callback.take_reports", "*"): HOOK,
-    ("Cause", "*"): "an enumeration",
-    ("Capabilities", "*"): MADE,
-    ("CheckpointError", "*"): MADE,
-    ("DataError", "*"): MADE,
-    ("WorkerLostError", "*"): MADE,
-    ("DivergedError", "*"): MADE,
-    ("DryRun", "*"): MADE,
-    ("Overfit", "*"): MADE,
-    ("Trainer.export", "compare_on"): "any input of the model",
-    ("plan_step", "missed"): "counted by the trainer",
-    ("CurrentScaling.spread", "*"): "returns the scale as it is",
-    ("DelayedScaling.spread", "*"): "returns the scale as it is",
-    ("DelayedScalingState", "*"): MADE,
-    ("DynamicLossScaleState", "*"): MADE,
-    ("FixedLossScaleState", "*"): MADE,
-    ("GradientStats", "*"): MADE,
-    ("HeadroomLossScaleState", "*"): MADE,
-    ("LayerwiseGradients", "*"): MADE,
-    ("LogMaxLossScaleState", "*"): MADE,
-    ("LossScaleRule", "*"): "a protocol, never called itself",
-    ("LossScaleRule.advance", "*"): "a protocol, never called itself",
-    ("NoLossScaleState", "*"): MADE,
-    ("Recommendation", "*"): MADE,
-    ("Share", "*"): MADE,
-    ("StepPlan", "*"): MADE,
-    ("StepReport", "*"): MADE,
-    ("Token", "*"): MADE,
-    ("TolerantLossScaleState", "*"): MADE,
-    ("AimTracker.begin", "*"): HOOK,
-    ("AimTracker.end", "*"): HOOK,
-    ("AimTracker.write_scalars", "*"): HOOK,
-    ("MLflowTracker.begin", "*"): HOOK,
-    ("MLflowTracker.end", "*"): HOOK,
-    ("MLflowTracker.write_scalars", "*"): HOOK,
-    ("Totals", "*"): MADE,
-    ("TrackedRun", "*"): MADE,
-    ("Tracker", "*"): "a protocol, never called itself",
-    ("Tracker.begin", "*"): "a protocol, never called itself",
-    ("Tracker.end", "*"): "a protocol, never called itself",
-    ("Tracker.write_scalars", "*"): "a protocol, never called itself",
-    ("TrainState.count", "*"): "called by `attempt_step`, with values of its own",
-    ("TrainState.due_in_float32", "*"): "called by `attempt_step`, with values of its plan",
-    ("TrainSummary", "*"): MADE,
-    ("whole", "batch"): "any structure of tensors",
-    ("WandbTracker", "arguments"): "checked by wandb.init",
-    ("WandbTracker.begin", "*"): HOOK,
-    ("WandbTracker.end", "*"): HOOK,
-    ("WandbTracker.finish", "exit_code"): "checked by wandb",
-    ("WandbTracker.write_scalars", "*"): HOOK,
-    ("Trainer.compute_loss", "*"): HOOK,
-    ("Trainer.eval_step", "*"): HOOK,
-    ("Trainer.example_weights", "*"): HOOK,
-    ("Trainer.on_epoch_end", "*"): HOOK,
-    ("Trainer.on_evaluate_begin", "*"): HOOK,
-    ("Trainer.on_evaluate_end", "*"): HOOK,
-    ("Trainer.on_log", "*"): HOOK,
-    ("Trainer.on_loop_begin", "*"): HOOK,
-    ("Trainer.on_loop_end", "*"): HOOK,
-    ("Trainer.on_recovery", "*"): HOOK,
-    ("Trainer.on_train_end", "*"): HOOK,
-    ("Trainer.call_hook", "*"): HOOK,
-    ("Trainer.lending", "*"): HOOK,
-    ("Trainer.label_ranges", "*"): "asked by the library about its own batches",
-    ("Trainer.overrides", "*"): "asked by the library about its own hooks",
-    ("Trainer.predict_batch", "*"): HOOK,
-    ("Trainer.train_step", "*"): HOOK,
-    ("Trainer.update_metrics", "*"): HOOK,
-    ("TrainingStuckError", "*"): MADE,
-    ("define_flags", "flag_values"): "an object of absl's",
-    ("make_trainer", "flag_values"): "an object of absl's",
-    ("make_trainer", "arguments"): "arguments of the trainer",
-    ("run_mode", "flag_values"): "an object of absl's",
-}
-
 
 @functools.cache
 def shared_values():
@@ -1164,61 +1066,8 @@ def check_form(refused, word):
     assert message.startswith(f"`{word}` "), message
 
 
-def arguments_of(function):
-    """The names of the arguments that a caller passes to a function."""
-    return set(inspect.signature(function).parameters) - {"self", "_cls"}
-
-
-def arguments_by_name(name, value):
-    """The arguments of a public name, and of each of its public methods."""
-    if not inspect.isclass(value):
-        return {name: arguments_of(value)}
-    constructor = value.__new__ if issubclass(value, tuple) else value.__init__
-    return {name: arguments_of(constructor)} | {
-        f"{name}.{method}": arguments_of(function)
-        for method, function in inspect.getmembers(value, inspect.isfunction)
-        if not method.startswith("_") and function.__module__.split(".")[0] in OURS
-    }
-
-
-OURS = {module.split(".")[0] for module in MODULES}
-ARGUMENTS = {
-    module: {
-        name: arguments
-        for public_name, value in names.items()
-        for name, arguments in arguments_by_name(public_name, value).items()
-    }
-    for module, names in MODULES.items()
-}
-
-
 def test_every_flag_has_a_case():
     """Every flag has a case, and every case but the unknown flag has a flag."""
     defined = set(parse()) - set(new_flags()) - set(trainer.flags.ALIASES)
 
     assert {flag for flag, *_ in FLAGS} == {*defined, UNKNOWN}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_argument_has_a_case_or_a_reason(module):
-    """Every argument has a case or an exemption, and every case belongs to an argument or to the
-    call itself.
-    """
-    assert CASES[module].keys() <= ARGUMENTS[module].keys()
-    for name, taken in ARGUMENTS[module].items():
-        cases = {argument for argument, *_ in CASES[module].get(name, ())} - {name.split(".")[-1]}
-        exempt = {one for one in taken if EXEMPT.keys() & {(name, one), (name, "*")}}
-
-        assert cases == taken - exempt, name
-
-
-def test_every_reason_is_needed():
-    """Every exemption is of an existing argument."""
-    taken = {
-        (name, argument)
-        for module in ARGUMENTS.values()
-        for name, arguments in module.items()
-        for argument in arguments
-    }
-
-    assert EXEMPT.keys() <= taken | {(name, "*") for name, _ in taken}
