@@ -17,7 +17,7 @@ from helpers import Linear, all_copies
 
 import strategies
 from trainer import Action
-from trainer.monitor import preemption
+from trainer.run import stop_signals
 
 STEP = 7  # where the run is blocked
 STEPS = 20
@@ -182,7 +182,7 @@ def train(model_dir, where, strategy="default"):
 
 def main(model_dir, where, stop_secs, strategy="default"):
     """Trains, and is left some seconds after SIGTERM."""
-    preemption.STOP_SECS = float(stop_secs)
+    stop_signals.STOP_SECS = float(stop_secs)
     train(pathlib.Path(model_dir), where, strategy)
 
 

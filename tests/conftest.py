@@ -58,7 +58,7 @@ FIRST = (
     "laws/test_workers.py",
     "strategies/test_workers.py",
     "trainer/loop/test_parameter_server.py",
-    "trainer/monitor/test_preemption.py",
+    "trainer/run/test_stop_signals.py",
     "conformance/test_examples.py",
     "trainer/replay/test_rerun.py",
 )

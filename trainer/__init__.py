@@ -18,31 +18,31 @@ finally:  # the version is the cause of other errors, too
     supported_versions.check_versions(supported_versions.installed())
 
 if typing.TYPE_CHECKING:
+    from trainer.callbacks.action import Action
+    from trainer.callbacks.callback import Callback
+    from trainer.callbacks.divergence import DivergedError, Divergence
+    from trainer.callbacks.stuck import TrainingStuckError
     from trainer.checkpoint import CheckpointError
     from trainer.data.errors import DataError
     from trainer.log.summary import Totals, TrainSummary
     from trainer.log.tracker_services import AimTracker, MLflowTracker, WandbTracker
     from trainer.log.trackers import TrackedRun, Tracker
-    from trainer.monitor.actions import Action
-    from trainer.monitor.callback import Callback
-    from trainer.monitor.divergence import DivergedError, Divergence
-    from trainer.monitor.lost_worker import WorkerLostError
-    from trainer.monitor.stuck import TrainingStuckError
     from trainer.run.dry_run import DryRun, Overfit, find_batch_size
+    from trainer.run.lost_worker import WorkerLostError
     from trainer.run.online_loop import BatchResult
     from trainer.step.float8 import convert_to_float8
     from trainer.step.report import StepReport
     from trainer.trainer import Trainer
 
 _HOMES = {
-    "Action": "trainer.monitor.actions",
+    "Action": "trainer.callbacks.action",
     "AimTracker": "trainer.log.tracker_services",
     "BatchResult": "trainer.run.online_loop",
-    "Callback": "trainer.monitor.callback",
+    "Callback": "trainer.callbacks.callback",
     "CheckpointError": "trainer.checkpoint",
     "DataError": "trainer.data.errors",
-    "DivergedError": "trainer.monitor.divergence",
-    "Divergence": "trainer.monitor.divergence",
+    "DivergedError": "trainer.callbacks.divergence",
+    "Divergence": "trainer.callbacks.divergence",
     "DryRun": "trainer.run.dry_run",
     "MLflowTracker": "trainer.log.tracker_services",
     "Overfit": "trainer.run.dry_run",
@@ -52,9 +52,9 @@ _HOMES = {
     "Tracker": "trainer.log.trackers",
     "TrainSummary": "trainer.log.summary",
     "Trainer": "trainer.trainer",
-    "TrainingStuckError": "trainer.monitor.stuck",
+    "TrainingStuckError": "trainer.callbacks.stuck",
     "WandbTracker": "trainer.log.tracker_services",
-    "WorkerLostError": "trainer.monitor.lost_worker",
+    "WorkerLostError": "trainer.run.lost_worker",
     "convert_to_float8": "trainer.step.float8",
     "find_batch_size": "trainer.run.dry_run",
 }

@@ -32,6 +32,7 @@ import strategies
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.argument_checks import check_writable, local_path
 from trainer.base.atomic_files import write_atomically
+from trainer.callbacks.divergence import Divergence
 from trainer.checkpoint.folder import committed
 from trainer.checkpoint.saver import PREFIX
 from trainer.config.checkpoint_config import CheckpointConfig
@@ -48,7 +49,6 @@ from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import needs_batch_size
 from trainer.data.choose_source import is_source
 from trainer.evaluation.eval_data import is_named, read_eval_data
-from trainer.monitor.divergence import Divergence
 from trainer.trainer import Trainer
 
 # Flags defined here belong to the script that calls `define_flags`, so that its

@@ -24,6 +24,9 @@ from trainer.base.argument_checks import (
 from trainer.base.autograph import without_autograph
 from trainer.base.folder_lock import only_writer
 from trainer.base.scoped_seed import ScopedSeed, random_numbers_kept
+from trainer.callbacks.action import Action
+from trainer.callbacks.callback import Callback
+from trainer.callbacks.divergence import Divergence, LossWatch
 from trainer.checkpoint.best import export_model
 from trainer.config.attributes import CHANGEABLE, assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
@@ -82,11 +85,6 @@ from trainer.log.trackers import Tracker, Trackers
 from trainer.losses.default_batch import all_inputs
 from trainer.losses.half_probabilities import warn_of_half_probabilities
 from trainer.losses.output_losses import OutputWeights
-from trainer.monitor.actions import Action
-from trainer.monitor.callback import Callback
-from trainer.monitor.divergence import Divergence, LossWatch
-from trainer.monitor.lost_worker import worker_loss_explained
-from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_computation, check_setting, rerun_step
 from trainer.run.build import (
@@ -118,10 +116,12 @@ from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, o
 from trainer.run.follow import calls_of
 from trainer.run.identity import evaluated_of
 from trainer.run.leaving import Leaving
+from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
 from trainer.run.same_on_workers import check_same_data, check_same_run
+from trainer.run.stop_signals import StopSignals
 from trainer.step import StepReport, attempt_step
 from trainer.step.checks import check_reduction
 from trainer.step.objective import check_may_alternate

@@ -11,11 +11,11 @@ from helpers import Linear, slopes
 
 import scaling
 from trainer import Trainer
+from trainer.callbacks.divergence import Divergence
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.fields import argument_texts
 from trainer.config.skip_policy import SkipPolicy
 from trainer.flags import ALIASES, COMMON, RARE, define_flags, make_trainer, run_mode, text_of
-from trainer.monitor.divergence import Divergence
 from trainer.step import Clip
 
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from absl import logging
 
+from trainer.callbacks.callback import Callback
 from trainer.callbacks.csv_rows import take_back_rows
 from trainer.callbacks.keras_refused import (
     check_keras_callbacks,
@@ -15,7 +16,6 @@ from trainer.callbacks.keras_refused import (
 )
 from trainer.callbacks.monitored import resolve_mode
 from trainer.keras_compat import learning_rate_setting
-from trainer.monitor.callback import Callback
 
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 # Attributes of Keras's callbacks that are not what they remember. `min_delta` changes its sign when

@@ -10,9 +10,9 @@ import numpy as np
 
 from scaling.base.argument_checks import is_number
 from trainer.base.argument_checks import check_count
+from trainer.callbacks.callback import Callback
 from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
-from trainer.monitor.callback import Callback
-from trainer.monitor.stuck import TrainingStuckError
+from trainer.callbacks.stuck import TrainingStuckError
 
 SMOOTHING = 0.9  # momentum of the moving average of losses
 TOO_HIGH = 4.0  # a loss that is this many times the best one ends the search

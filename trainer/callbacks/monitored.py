@@ -6,7 +6,7 @@ from typing import Any
 
 from scaling.base.argument_checks import did_you_mean, is_number, shown
 from trainer.base.argument_checks import check_choice
-from trainer.monitor.callback import Callback
+from trainer.callbacks.callback import Callback
 
 VALIDATION = "val_"  # before the names of evaluation results, as in Keras and in `history`
 # The ends of the names whose best value is known.

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from scaling.base.argument_checks import is_number, shown
-from trainer.monitor.callback import Callback
+from trainer.callbacks.callback import Callback
 
 
 class Timer(Callback):

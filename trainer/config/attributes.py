@@ -8,6 +8,8 @@ name. All other names belong to the user's subclass.
 import dataclasses
 from typing import Any
 
+from trainer.callbacks.action import check_actions
+from trainer.callbacks.profiling import check_profile
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.fields import CHECK
 from trainer.config.groups import (
@@ -18,8 +20,6 @@ from trainer.config.groups import (
     UpdateConfig,
 )
 from trainer.config.skip_policy import SkipPolicy
-from trainer.monitor.actions import check_actions
-from trainer.monitor.profiling import check_profile
 
 GROUPS = (
     PrecisionConfig,

@@ -22,6 +22,10 @@ from trainer.base.argument_checks import (
     check_seed,
     local_path,
 )
+from trainer.callbacks.action import Action, check_actions
+from trainer.callbacks.callback import Callback
+from trainer.callbacks.divergence import Divergence, check_divergence
+from trainer.callbacks.profiling import check_profile
 from trainer.config.fields import CHOICES, check_fields, checked, choice, count, switch
 from trainer.config.hooks import check_callbacks
 from trainer.config.resolve import (
@@ -33,10 +37,6 @@ from trainer.config.resolve import (
 )
 from trainer.log.console import resolve_style
 from trainer.log.trackers import Tracker, check_trackers
-from trainer.monitor.actions import Action, check_actions
-from trainer.monitor.callback import Callback
-from trainer.monitor.divergence import Divergence, check_divergence
-from trainer.monitor.profiling import check_profile
 from trainer.step.clip import Clip
 from trainer.step.gather_checks import LOSS_REDUCTIONS, check_loss_reduction
 from trainer.step.objective import check_update_counts

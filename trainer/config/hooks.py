@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from scaling.base.argument_checks import shown
-from trainer.monitor.callback import Callback
+from trainer.callbacks.callback import Callback
 
 # The hooks of `Task` with the arguments that the trainer passes.
 HOOKS: dict[str, tuple[str, ...]] = {

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from trainer.base.argument_checks import check_writable
+from trainer.callbacks.callback import Callback
 from trainer.checkpoint.best import Best
 from trainer.checkpoint.folder import committed, read_unchecked
 from trainer.checkpoint.saver import PREFIX
@@ -15,7 +16,6 @@ from trainer.config.attributes import assign
 from trainer.evaluation.continuous import FOLDER, Calls, Results
 from trainer.log.console import RunConsole
 from trainer.log.summary import Totals
-from trainer.monitor.callback import Callback
 from trainer.run.protocol import Parts, RunnableTrainer
 
 

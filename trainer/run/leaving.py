@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from trainer.monitor.preemption import EXIT_CODE, StopSignals
+from trainer.run.stop_signals import EXIT_CODE, StopSignals
 
 USER_SECS = 5.0  # how long code of the user may always take, even long after the signal
 REACH_SECS = 3.0  # after this time without an answer, the main thread is in C++

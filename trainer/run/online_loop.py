@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from trainer.base.folder_lock import only_writer
+from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint import Checkpoints
 from trainer.config.resolve import check_one_process
 from trainer.data.errors import wrong_values
@@ -16,7 +17,6 @@ from trainer.data.iterator_state import DataPosition
 from trainer.data.value_checks import found_in
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
-from trainer.monitor.divergence import LossWatch
 from trainer.replay.recorder import keep_overflow
 from trainer.run.leaving import Leaving
 from trainer.run.outer_loop import OuterLoop, TrainRequest

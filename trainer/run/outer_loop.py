@@ -18,8 +18,9 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
+from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitored import check_monitored
-from trainer.callbacks.per_epoch import check_per_epoch
+from trainer.callbacks.profiling import Profile
 from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
@@ -32,20 +33,18 @@ from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import crossed, next_stop
 from trainer.loop.pending import HELD
-from trainer.monitor.divergence import LossWatch
-from trainer.monitor.lost_worker import WorkerLostError, worker_loss_explained
-from trainer.monitor.profiling import Profile
-from trainer.monitor.silent_members import silent_members_end_the_run
 from trainer.replay.recorder import keep_overflow
 from trainer.run.changes import check_trained_as_saved
 from trainer.run.coupling_check import what_couples
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
 from trainer.run.leaving import Leaving, Phase
+from trainer.run.lost_worker import WorkerLostError, worker_loss_explained
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver
+from trainer.run.silent_members import silent_members_end_the_run
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.report import StepReport
 
@@ -122,7 +121,12 @@ class OuterLoop:
         self._counted_by_epochs = False  # whether both intervals begin where epochs begin
         per_epoch = [callback for callback in trainer.callbacks if callback.per_epoch]
         if per_epoch and self._epoch:
-            check_per_epoch(per_epoch[0], self._epoch, request.eval_interval, trainer.log_interval)
+            every = request.eval_interval
+            if every and self._epoch % every and every % self._epoch:
+                raise ValueError(
+                    f"`eval_interval` must be a multiple of an epoch's {self._epoch} steps, or "
+                    f"divide them, with {type(per_epoch[0]).__name__}; got {every}"
+                )
             self._log_interval = self._epoch
             self._eval_interval = request.eval_interval or self._epoch
             self._counted_by_epochs = True

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import tensorflow as tf
 
 import scaling
+from trainer.callbacks.action import Action
+from trainer.callbacks.callback import Callback
+from trainer.callbacks.divergence import Divergence
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.folder import Facts
 from trainer.config.checkpoint_config import CheckpointConfig
@@ -19,9 +22,6 @@ from trainer.config.skip_policy import SkipPolicy
 from trainer.data.value_checks import LabelRange
 from trainer.evaluation.evaluator import Evaluator
 from trainer.log.trackers import Tracker
-from trainer.monitor.actions import Action
-from trainer.monitor.callback import Callback
-from trainer.monitor.divergence import Divergence
 from trainer.replay.recorder import FlightRecorder
 from trainer.step import Clip, StepPlan, StepReport, TrainState
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers, Variable

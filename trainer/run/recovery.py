@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from absl import logging
 
+from trainer.callbacks.divergence import Detection, Divergence, LossWatch, diverged_error
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
-from trainer.monitor.divergence import Detection, Divergence, LossWatch, diverged_error
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver

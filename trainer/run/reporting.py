@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from trainer.callbacks.divergence import Detection, LossWatch
+from trainer.callbacks.hints import Curve, RunFacts
+from trainer.callbacks.stuck import TrainingStuckError, check_not_stuck
 from trainer.checkpoint import CheckpointError
 from trainer.data.errors import reason_of
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Interval, Totals
 from trainer.losses.metrics import numbers_of
-from trainer.monitor.divergence import Detection, LossWatch
-from trainer.monitor.hints import Curve, RunFacts
-from trainer.monitor.stuck import TrainingStuckError, check_not_stuck
 from trainer.run.learning_rates import learning_rates
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.step.xla import WITH_PASSES

@@ -10,14 +10,14 @@ from absl import logging
 
 import strategies
 from trainer.base.describe import text_of_rule
+from trainer.callbacks.callback import keys_of
+from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint.arrays import joined, read_arrays, split, write_arrays
 from trainer.checkpoint.compatibility import check_same, versions
 from trainer.checkpoint.folder import Facts
 from trainer.data.iterator_state import BETWEEN_CALLS, OF_A_PASS, DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
-from trainer.monitor.callback import keys_of
-from trainer.monitor.divergence import LossWatch
 from trainer.run.identity import all_optimizers
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import facts_of, optimizers_of

@@ -18,7 +18,7 @@ from jobs import workers
 from trainer.checkpoint import folder
 from trainer.data.batches import batches
 from trainer.data.iterator_state import COUNTED, DataPosition
-from trainer.monitor import preemption
+from trainer.run import stop_signals
 from trainer.run.leaving import Leaving, LeftError, place_of
 
 SCRIPT = pathlib.Path(blocked_run.__file__)
@@ -116,7 +116,7 @@ def test_a_blocked_run_is_left_and_resumed(started, undisturbed, where):
     time.sleep(1.0 if where in READ_AHEAD else 0.0)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(timeout=120) == preemption.EXIT_CODE, (
+    assert process.wait(timeout=120) == stop_signals.EXIT_CODE, (
         path.parent / "printed.txt"
     ).read_text()
     if where not in ("first batch", *READ_AHEAD):
@@ -150,7 +150,7 @@ def test_blocked_workers_end(tmp_path, where, saved):
             process.send_signal(signal.SIGTERM)
         codes = started.wait()
         print(f"{where}: ended after {time.monotonic() - began:.1f} s")  # noqa: T201
-        assert set(codes) == {preemption.EXIT_CODE}, started.output()
+        assert set(codes) == {stop_signals.EXIT_CODE}, started.output()
     assert max(folder.committed(blocked / "run", "ckpt")) == saved
     for path in (blocked, undisturbed):
         (path / "go").touch()
@@ -184,7 +184,7 @@ def test_a_position_that_cannot_be_read_is_counted(tmp_path):
 
 def test_code_that_is_left_is_named(capsys):
     """An exception leaves code of the user; whoever called it goes on."""
-    leaving = Leaving(preemption.StopSignals(list))
+    leaving = Leaving(stop_signals.StopSignals(list))
 
     def left():
         raise LeftError(f"left{place_of(sys._getframe())}")

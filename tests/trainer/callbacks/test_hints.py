@@ -8,7 +8,7 @@ from helpers import linear_model
 import scaling
 from scaling import Cause
 from trainer import StepReport, Trainer, TrainingStuckError
-from trainer.monitor.hints import (
+from trainer.callbacks.hints import (
     FIXED_HINTS,
     HINTS,
     UNSCALED_HINTS,

@@ -12,10 +12,10 @@ from helpers import Linear, all_copies, assert_same_bits, slopes
 import scaling
 from scaling import Cause
 from trainer import StepReport, Totals, TrainingStuckError
+from trainer.callbacks.hints import Curve, RunFacts, hint_for
+from trainer.callbacks.stuck import check_not_stuck, scale_path
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import untuned
-from trainer.monitor.hints import Curve, RunFacts, hint_for
-from trainer.monitor.stuck import check_not_stuck, scale_path
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
 

@@ -18,7 +18,7 @@ from helpers import Linear, slopes
 from signalled_run import EVENTS, INTERVAL, SLOW, bits, data, events, make, train
 
 from trainer.checkpoint import folder
-from trainer.monitor import preemption
+from trainer.run import stop_signals
 
 pytestmark = pytest.mark.sampled
 
@@ -315,7 +315,7 @@ def test_handlers_are_restored_when_a_run_raises():
         Raising(verbose=False).train(slopes(1.0, 2.0), steps=2, global_batch=2)
 
     assert str(raised.value) == "as it was asked to"
-    assert [handler.__func__ for handler in meanwhile] == [preemption.StopSignals._handle] * 2
+    assert [handler.__func__ for handler in meanwhile] == [stop_signals.StopSignals._handle] * 2
 
 
 def test_a_signal_at_the_last_moment_is_handled():
@@ -325,14 +325,14 @@ def test_a_signal_at_the_last_moment_is_handled():
     asked = []
 
     def struck_at_its_end():
-        with preemption.StopSignals(lambda: asked.append(1)) as stop:
+        with stop_signals.StopSignals(lambda: asked.append(1)) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             stop.end_process()
 
     for _ in range(50):
         with pytest.raises(SystemExit):
             struck_at_its_end()
-    with preemption.StopSignals(lambda: asked.append(2)) as stop:
+    with stop_signals.StopSignals(lambda: asked.append(2)) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
     over = list(asked)
     time.sleep(0.05)
@@ -345,7 +345,7 @@ def test_no_traceback_below_the_summary(monkeypatch):
     """The interrupt that ends a program after Ctrl-C is not shown; other errors are."""
     shown = []
     monkeypatch.setattr(sys, "excepthook", lambda *info: shown.append(info[1]))
-    stop = preemption.StopSignals(list)
+    stop = stop_signals.StopSignals(list)
     stop.received = signal.SIGINT
     with pytest.raises(KeyboardInterrupt) as raised:
         stop.end_process()
@@ -362,7 +362,7 @@ def test_a_forked_process_handles_its_own_signals():
     stray = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ready, begun = os.pipe()
     try:
-        with preemption.StopSignals(list) as stop:
+        with stop_signals.StopSignals(list) as stop:
             child = os.fork()
             if not child:
                 os.write(begun, b"!")
@@ -419,7 +419,7 @@ def test_a_second_signal_ends_a_process_that_cannot_print(reader):
                 os.write(writing, bytes(4096))
         os.set_blocking(writing, True)
     process = subprocess.Popen(
-        [sys.executable, "-c", SIGNALLED_TWICE, preemption.__file__], stderr=writing
+        [sys.executable, "-c", SIGNALLED_TWICE, stop_signals.__file__], stderr=writing
     )
     os.close(writing)
     try:
@@ -499,7 +499,7 @@ def test_a_signal_ends_a_run_soon_and_saved(tmp_path, undisturbed, full):
         step = trainer.totals.attempted
         late.append(step - seen)
         in_time.append(
-            error.code == preemption.EXIT_CODE == 75
+            error.code == stop_signals.EXIT_CODE == 75
             # Two, and one more that may end between reading the count and the signal.
             and 0 <= step - seen <= 3
             and newest_checkpoint(tmp_path) == step

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from strategies.launch import free_ports
 from strategies.liveness import Answer
-from trainer.monitor import silent_members as module
+from trainer.run import silent_members as module
 
 CHECKPOINT = pathlib.Path("run/ckpt-40")
 

@@ -7,7 +7,7 @@ import pytest
 from helpers import Linear, slopes
 
 from trainer import Action, TrainingStuckError
-from trainer.monitor.actions import check_actions
+from trainer.callbacks.action import check_actions
 
 
 class Counter:
@@ -48,7 +48,7 @@ def test_actions_are_due_by_seconds(monkeypatch):
     created.
     """
     now = [100.0]
-    monkeypatch.setattr("trainer.monitor.actions.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainer.callbacks.action.time.monotonic", lambda: now[0])
     seen = []
 
     def passing(trainer):
@@ -113,7 +113,7 @@ def test_a_run_that_ends_in_an_error_calls_no_action():
 def test_an_action_keeps_its_clock_and_its_state(monkeypatch):
     """The state goes through JSON, and a restored action continues its period and its count."""
     now = [100.0]
-    monkeypatch.setattr("trainer.monitor.actions.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainer.callbacks.action.time.monotonic", lambda: now[0])
     saved, restored = Action(Counter(), every_secs=10), Action(Counter(), every_secs=10)
     saved(None)
     now[0] += 4.0

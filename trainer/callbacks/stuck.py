@@ -7,8 +7,8 @@ import numpy as np
 from absl import logging
 
 import scaling
+from trainer.callbacks.hints import RunFacts, hint_for
 from trainer.log.summary import power_of_two
-from trainer.monitor.hints import RunFacts, hint_for
 from trainer.step.report import StepReport, describe_skip, step_of
 
 

@@ -18,7 +18,7 @@ from absl import logging
 import strategies
 from strategies.cluster import addresses_of
 from strategies.liveness import GONE, Answer, LifeWatch, ask
-from trainer.monitor.preemption import EXIT_CODE
+from trainer.run.stop_signals import EXIT_CODE
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 from helpers import Linear, slopes
 
 from trainer import Callback
-from trainer.monitor.callback import keys_of
+from trainer.callbacks.callback import keys_of
 
 
 class Record(Callback):

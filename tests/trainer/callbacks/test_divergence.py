@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer import Divergence
-from trainer.monitor.divergence import Detection, LossWatch, check_divergence, diverged_error
+from trainer.callbacks.divergence import Detection, LossWatch, check_divergence, diverged_error
 from trainer.step.report import StepReport
 
 

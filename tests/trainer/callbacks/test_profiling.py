@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import Trainer
-from trainer.monitor.profiling import Profile, check_profile
+from trainer.callbacks.profiling import Profile, check_profile
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import WorkerLostError
-from trainer.monitor import lost_worker as module
+from trainer.run import lost_worker as module
 
 GONE = (
     "Collective ops is aborted by: /job:worker/replica:0/task:0 {0} /job:worker/replica:0/task:1 "

@@ -1,1 +1,0 @@
-"""Watches a run: periodic actions, stop signals, stuck and diverged runs, lost workers."""
