@@ -14,7 +14,7 @@ import keras
 import pytest
 import tensorflow as tf
 from hypothesis import settings
-from sampling import tiers
+from marking import laws_of, tiers
 
 import strategies
 from trainer.log import console
@@ -117,13 +117,17 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
-    """Sorts slow files first, skips what this run leaves out, and marks what `--full` runs longer."""
+    """Sorts slow files first, skips what this run leaves out, marks tests of laws and what `--full`
+    runs longer.
+    """
     items.sort(key=lambda item: path_of(item) not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         chosen = item.get_closest_marker("replicas")
         if chosen and params.get("replicas") not in (None, *chosen.args):
             item.add_marker(pytest.mark.slow)
+        if laws := laws_of(item.function.__doc__):
+            item.add_marker(pytest.mark.law(*laws))
     mark_samples(items)
     full = config.getoption("--full")
     thorough = full or config.getoption("--thorough")

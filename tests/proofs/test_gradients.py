@@ -87,7 +87,7 @@ def test_a_mutant_is_refuted(what, monkeypatch):
 
 
 def test_a_product_that_is_rounded_up_to_a_normal_number_is_lost():
-    """L1 asks for the exact product to be normal: one just below 2^-126 is rounded up to it."""
+    """L1: the law asks for the exact product to be normal: one just below 2^-126 is rounded up to it."""
     state = scaling.FixedLossScale(2.0**-63).initial_state()
     gradient = np.float32(np.nextafter(np.float32(2.0**-63), np.float32(0.0)))
     product = scaling.scale_loss(tf.constant(gradient), state).numpy()

@@ -34,7 +34,7 @@ def test_unscaling_returns_the_bits(gradient, scale):
 
 
 def test_a_scale_that_is_not_a_power_of_two_changes_bits():
-    """L1 needs powers of two: with a scale of 3, a third of a million gradients change."""
+    """L1: the law needs powers of two: with a scale of 3, a third of a million gradients change."""
     gradient = np.random.default_rng(0).standard_normal(1_000_000).astype(np.float32)
     there_and_back = gradient * np.float32(3) * np.float32(1 / np.float32(3))
 

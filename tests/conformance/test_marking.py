@@ -1,14 +1,29 @@
-"""What is left out by default is tried in CI, and what CI leaves out by night."""
+"""Tests of laws are marked. What is left out by default is tried in CI or by night."""
 
 import ast
 import itertools
 import pathlib
 
 import pytest
-from sampling import tiers
+from marking import laws_of, tiers
 
 TESTS = pathlib.Path(__file__).parents[1]
 AGAIN = "mark.extras", "mark.thorough", "mark.slow"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "laws"),
+    [
+        ("L6: nothing moves.", ["L6"]),
+        ("L3, L11 and L17 for `LogMaxLossScale`, in every state.", ["L3", "L11", "L17"]),
+        ("L15: one trace.\n\nL14: one call.", ["L15", "L14"]),
+        ("Three steps with kernel L2, with L1 and others.", []),
+        (None, []),
+    ],
+)
+def test_the_laws_of_a_test(docstring, laws):
+    """Their numbers are told from L1 and L2 penalties."""
+    assert laws_of(docstring) == laws
 
 
 @pytest.mark.parametrize(("axes", "by_default", "in_ci"), [(2, 1, 3), (3, 3, 9), (4, 9, 27)])

@@ -1,6 +1,15 @@
-"""Which cases of a large matrix are tried by default, which in CI, and which by night."""
+"""How tests are marked: those of laws, and the cases of a large matrix by when they are tried."""
+
+import re
 
 import numpy as np
+
+LAW = re.compile(r"\b(L[0-9]+)(?=:|, L|, the other side:| and L| to L| for )")
+
+
+def laws_of(docstring):
+    """Returns the numbers of the laws that a test shows, such as ["L5", "L6"] for "L5, L6: ..."."""
+    return LAW.findall(docstring or "")
 
 
 def tiers(cases):
