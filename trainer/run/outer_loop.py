@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from absl import logging
 
 import strategies
 from trainer.callbacks.divergence import LossWatch
@@ -35,7 +34,6 @@ from trainer.loop.inner import crossed, next_stop
 from trainer.loop.pending import HELD
 from trainer.replay.recorder import keep_overflow
 from trainer.run.changes import check_trained_as_saved
-from trainer.run.coupling_check import what_couples
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
 from trainer.run.leaving import Leaving, Phase
@@ -192,8 +190,7 @@ class OuterLoop:
         """Traces the step and checks it, if there are steps to take.
 
         Args:
-            first: whether the trainer has not been checked before. If so, what couples the examples
-                of a divided batch is named.
+            first: whether the trainer has not been checked before.
 
         Raises:
             ValueError: if a resumed run could not repeat an operation of the step exactly or trains
@@ -206,13 +203,9 @@ class OuterLoop:
         self._check_graph()
         if self._request.trace_evaluation:
             self._request.trace_evaluation()
-        if first:
-            plan, batch = self._parts.plan, self._position.data.first
+        if first and self._trainer.check_gradients:
             state = self._parts.state.loss_scaler.state
-            if self._trainer.check_gradients:
-                check_gradients(plan, batch, state)
-            for text in what_couples(plan, batch, state):
-                logging.warning("%s", text)
+            check_gradients(self._parts.plan, self._position.data.first, state)
 
     def introduce(self) -> None:
         """Logs the model and the settings on the console and in `metrics.jsonl`."""

@@ -8,12 +8,12 @@ an entry of `model.losses` contributes depends on what it is:
   the examples, too;
 - **a scalar, or a tensor of any other shape**: the sum of its elements, times the share's fraction
   of the examples. This is exact for a mean over the examples and for a regularizer, which is the
-  same in every share. A sum over the examples has no shape of its own: see `kinds_of_added_losses`.
+  same in every share. A sum over the examples looks the same, and is divided by the number of
+  shares: `trainer.run.gradient_check` finds it.
 """
 
 import collections
 import contextlib
-import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,14 +34,6 @@ class Recorded(NamedTuple):
     layer: keras.Layer
     loss: Any
     on_tape: bool  # whether gradient tapes recorded what it was computed from
-
-
-class AddedLossKind(enum.Enum):
-    """How a scalar in `model.losses` depends on the examples that the model was called with."""
-
-    MEAN = "a mean over the examples, or independent of them"
-    SUM = "a sum over the examples"
-    COUPLED = "neither a mean nor a sum over the examples"
 
 
 def added_loss(
@@ -216,71 +208,6 @@ def warn_of_forgotten_losses(recorded: Sequence[Recorded], listed: Sequence[Any]
             "call has added. Call the model once, with all inputs in one batch, or add the losses "
             "of the other calls in compute_loss."
         )
-
-
-def kinds_of_added_losses(
-    whole: Sequence[float],
-    halves: tuple[Sequence[float], Sequence[float]],
-    examples: tuple[int, int],
-    *,
-    rtol: float = 1e-3,
-) -> list[AddedLossKind]:
-    """Says what each scalar in `model.losses` is, from its values on a batch and on its parts.
-
-    A sum over the examples looks like a mean: both are scalars. But the trainer multiplies a
-    scalar by the share's fraction of the examples, which is right for a mean and halves a sum on
-    two replicas. `trainer.run.coupling_check` compares a batch with its two parts before the first
-    step of a run that divides batches, and logs what `describe_added_loss` returns.
-
-    Args:
-        whole: the entries after one call with all examples, without randomness (Dropout).
-        halves: the entries after a call with each of two disjoint parts of these examples.
-        examples: number of examples in each part.
-        rtol: tolerance, relative to the largest of an entry's three values. Use 0.05 for a model
-            that computes in half precision.
-
-    Returns:
-        The kind of each entry. Values that are not finite count as `COUPLED`.
-
-    Example:
-        >>> halves = [1.0, 2.0, 1.0], [3.0, 4.0, 2.0]
-        >>> kinds = kinds_of_added_losses([2.0, 6.0, 5.0], halves, (4, 4))
-        >>> [kind.name for kind in kinds]
-        ['MEAN', 'SUM', 'COUPLED']
-    """
-    first, second = (count / sum(examples) for count in examples)
-    kinds = []
-    for value, one, other in zip(whole, *halves, strict=True):
-        tolerance = rtol * max(abs(value), abs(one), abs(other))
-        from_mean = abs(first * one + second * other - value)
-        from_sum = abs(one + other - value)
-        if not min(from_mean, from_sum) <= tolerance:  # NaN, too
-            kinds.append(AddedLossKind.COUPLED)
-        else:
-            nearer_mean = from_mean <= from_sum
-            kinds.append(AddedLossKind.MEAN if nearer_mean else AddedLossKind.SUM)
-    return kinds
-
-
-def describe_added_loss(kind: AddedLossKind, layer: keras.Layer | None) -> str | None:
-    """Returns the warning about a scalar in `model.losses`, or None if it needs none.
-
-    Args:
-        kind: see `kinds_of_added_losses`.
-        layer: the layer that added it, or None if it is not known.
-    """
-    if kind is AddedLossKind.MEAN:
-        return None
-    start = f"{name_of(layer)} adds a scalar loss that is {kind.value}."
-    if kind is AddedLossKind.SUM:
-        return (
-            f"{start} Replicas and microbatches contribute a mean of it, so it is divided by their "
-            "number. Add one number per example, or the mean over the examples."
-        )
-    return (
-        f"{start} Each replica and microbatch computes it from its own examples, and the mean of "
-        "these values enters the loss, which depends on how the batch is divided."
-    )
 
 
 def name_of(layer: keras.Layer | None) -> str:

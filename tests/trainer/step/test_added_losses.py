@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 import strategies
 from trainer import Trainer
 from trainer.step.added_losses import (
-    AddedLossKind,
     added_loss,
-    describe_added_loss,
-    kinds_of_added_losses,
 )
 from trainer.step.microbatch import GlobalBatchSize
 
@@ -157,59 +154,6 @@ def test_one_number_per_example_is_weighted_as_the_losses_are(
         "fit sums it, so that it grows with the batch size. Add tf.reduce_mean(loss) to be "
         "independent of this rule."
     ]
-
-
-@given(st.lists(st.floats(1, 100, width=32), min_size=2, max_size=9), st.data())
-def test_means_sums_and_constants_are_told_apart(values, data):
-    """A mean and a constant are `MEAN`, and a sum is `SUM`, however the batch is cut."""
-    cut = data.draw(st.integers(1, len(values) - 1))
-    parts = np.float32(values[:cut]), np.float32(values[cut:])
-
-    def entries_of(part):
-        return [part.mean(), 3.0, part.sum()]
-
-    kinds = kinds_of_added_losses(
-        entries_of(np.float32(values)), tuple(map(entries_of, parts)), tuple(map(len, parts))
-    )
-
-    assert [kind.name for kind in kinds] == ["MEAN", "MEAN", "SUM"]
-
-
-def test_a_spread_is_coupled():
-    """The range of a batch follows from those of its halves by neither a mean nor a sum."""
-    kinds = kinds_of_added_losses([11.0], ([1.0], [1.0]), (2, 2))
-
-    assert kinds == [AddedLossKind.COUPLED]
-
-
-def test_a_value_that_is_not_finite_is_coupled():
-    """NaN compares as different."""
-    assert kinds_of_added_losses([math.nan], ([1.0], [1.0]), (1, 1)) == [AddedLossKind.COUPLED]
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (AddedLossKind.MEAN, None),
-        (
-            AddedLossKind.SUM,
-            "Layer 'kl' adds a scalar loss that is a sum over the examples. Replicas and "
-            "microbatches contribute a mean of it, so it is divided by their number. Add one number "
-            "per example, or the mean over the examples.",
-        ),
-        (
-            AddedLossKind.COUPLED,
-            "Layer 'kl' adds a scalar loss that is neither a mean nor a sum over the examples. Each "
-            "replica and microbatch computes it from its own examples, and the mean of these values "
-            "enters the loss, which depends on how the batch is divided.",
-        ),
-    ],
-)
-def test_a_warning_says_what_a_scalar_is(kind, text):
-    """A sum and a coupled loss are explained; a mean needs no warning."""
-    assert describe_added_loss(kind, keras.layers.Layer(name="kl")) == text
-    if text:
-        assert describe_added_loss(kind, None) == text.replace("Layer 'kl'", "The model")
 
 
 def check_one_step_is_as_in_keras(model, data):
