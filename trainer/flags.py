@@ -47,7 +47,7 @@ from trainer.config.groups import (
 from trainer.config.resolve import LossScaleArgument, resolve_precision
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import needs_batch_size
-from trainer.data.choose_source import is_source
+from trainer.data.sources import is_source
 from trainer.evaluation.eval_data import is_named, read_eval_data
 from trainer.trainer import Trainer
 

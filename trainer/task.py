@@ -10,10 +10,8 @@ from trainer.base.argument_checks import as_python
 from trainer.base.autograph import call_user, without_autograph
 from trainer.config.hooks import check_hooks
 from trainer.config.resolve import check_optimizer_name, resolve_loss
-from trainer.data.value_checks import LabelRange
 from trainer.losses.class_weights import check_class_weight, class_factors
 from trainer.losses.default_batch import check_inputs, check_real, misfit, unpack
-from trainer.losses.label_ranges import label_ranges
 from trainer.losses.loss_fn import (
     example_losses,
     example_weights,
@@ -41,6 +39,7 @@ from trainer.losses.output_mask import (
     warn_of_lost_mask,
 )
 from trainer.losses.output_metrics import entries_by_name, update_by_output
+from trainer.losses.value_checks import LabelRange, label_ranges
 from trainer.step.checks import check_own_steps
 from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import ones

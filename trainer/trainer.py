@@ -59,12 +59,11 @@ from trainer.data.batches import (
     repeat_first_batch,
     same_data,
 )
-from trainer.data.errors import reading_explained, reason_of
+from trainer.data.errors import reason_of
 from trainer.data.fingerprint import of_arrays
-from trainer.data.iterator_state import DataPosition
-from trainer.data.online import OnlinePosition, as_global_batch
+from trainer.data.iterator_state import DataPosition, OnlinePosition
 from trainer.data.source_position import position_in
-from trainer.data.structures import as_arrays
+from trainer.data.structures import as_arrays, as_global_batch
 from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
@@ -1017,7 +1016,7 @@ class Trainer(Task):
         position.begin(self.totals.attempted if self._begun else 0, ended)
         self._check_savable(train_data, position)
         if self.model_dir and are_arrays(train_data) and position.resume_mode != "restart":
-            position.content = of_arrays(as_arrays(train_data, "train_data"))
+            position.content = of_arrays(as_arrays(train_data))
         return position
 
     def _check_savable(self, train_data: Any, position: DataPosition) -> None:
@@ -1189,7 +1188,6 @@ class Trainer(Task):
             self._reading("data"),
             self._with_workers(),
             self._lending(self._model_put_back(predicts=True), self._weights(averaged)),
-            reading_explained(found.reader),
         ):
             return self._parts.evaluator.predict(found.dataset, precision)
 

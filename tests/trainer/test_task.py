@@ -152,15 +152,8 @@ def test_hooks_get_the_numbers_of_the_log(tmp_path):
 def test_epochs_need_a_length():
     """`on_epoch_end` with data of unknown length is an error, because nothing would call it."""
     endless = tf.data.Dataset.from_tensors(slopes(1.0)).repeat()
-    with pytest.raises(ValueError, match="`train_data`") as error:
+    with pytest.raises(ValueError, match="`train_data` must have a known length"):
         Reported().train(endless, steps=2)
-
-    assert str(error.value) == (
-        "`train_data` must have a known length if on_epoch_end is overridden; got a dataset that "
-        "repeats forever or whose length is unknown. The hook would never be called. Leave out "
-        ".repeat(), call dataset.apply(tf.data.experimental.assert_cardinality(n)) with the number "
-        "of batches, or use an Action(call, every_steps=n) instead."
-    )
 
 
 class Block(keras.layers.Layer):

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.base.autograph import without_autograph
-from trainer.data.leaves import as_tensors
 from trainer.data.reader import untuned
 from trainer.step.types import Batch
 
@@ -24,27 +23,19 @@ class ArrayCopies:
         data: the arrays; the first dimension of each indexes the examples. None is kept.
         global_batch: the batch size.
         shuffle_seed: seed for a new order in every pass; None keeps the order.
-        argument: name of the user's argument, for errors.
         one_shape: whether the spec of the batches says their size, if all have the same.
-
-    Raises:
-        TypeError: if an array cannot be a tensor of numbers, bools or text.
     """
 
     def __init__(
-        self,
-        data: Any,
-        global_batch: int,
-        shuffle_seed: int | None,
-        argument: str = "data",
-        *,
-        one_shape: bool = False,
+        self, data: Any, global_batch: int, shuffle_seed: int | None, *, one_shape: bool = False
     ) -> None:
         """Copies the arrays into the host's memory, from which batches are gathered."""
         self.global_batch = global_batch
         self.shuffle_seed = shuffle_seed
         with tf.device("CPU"):
-            self.tensors = as_tensors(data, argument)
+            self.tensors = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
+            )
         self._one_shape = one_shape
 
     def batches_from(self, first_pass: int) -> tf.data.Dataset:

@@ -17,24 +17,16 @@ from strategies.division import count_examples, known_examples
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
 from trainer.data.array_copies import ArrayCopies, present
-from trainer.data.choose_source import is_arrow, is_source, source_of
-from trainer.data.errors import pipeline_error, raised_by_halfstep, source_error
-from trainer.data.leaves import check_spec
 from trainer.data.reader import Reader, untuned
 from trainer.data.source import Source
-from trainer.data.structures import as_arrays, rows_in
+from trainer.data.sources import is_arrow, is_source, source_of
+from trainer.data.structures import as_arrays, check_no_mask, rows_in
 from trainer.step.types import Batch
 
-OTHER_SIZE = (
-    'Batches must have one size with loss_reduction="global" on several GPUs or workers, and in a '
-    'MirroredStrategy of CPUs that is not the one of strategy="mirrored". These exchange tensors '
-    "of one shape only. Use batch(..., drop_remainder=True). A batch must have as many examples as "
-    "the first"
-)
-Arrays: TypeAlias = "np.ndarray | tf.Tensor | Mapping[str, Arrays] | tuple[Arrays, ...]"
+OTHER_SIZE = "Batches must have one size here; use batch(..., drop_remainder=True)"
 DatasetFunction: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
-# What users may pass; besides, what `choose_source.is_source` knows: read batch by batch in Python.
-Data: TypeAlias = "tf.data.Dataset | DatasetFunction | Arrays"
+# What users may pass; besides, what `sources.is_source` knows: read batch by batch in Python.
+Data: TypeAlias = "tf.data.Dataset | DatasetFunction | np.ndarray | Batch"
 
 # The element spec of a dataset: the structure of a batch, with a spec for each tensor.
 Spec: TypeAlias = "tf.TypeSpec | Mapping[str, Spec] | tuple[Spec, ...]"
@@ -131,7 +123,7 @@ def batches_of_any_size(
             `tf.distribute.InputContext` that returns a dataset batched to
             `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
             first dimension indexes the examples; or what Python reads batch by batch: see
-            `choose_source.source_of`.
+            `sources.source_of`.
         argument: as for `batches`.
         strategy: as for `batches`.
         global_batch: as for `batches`.
@@ -139,36 +131,35 @@ def batches_of_any_size(
         first_pass: as for `batches`.
         whole: as for `batches`.
     """
-    check_not_distributed(data, argument)
+    if needs_batch_size(data):
+        check_count("global_batch", global_batch)
+    elif global_batch is not None:
+        raise ValueError(
+            f"`global_batch` must be None unless `{argument}` is arrays; got {global_batch}"
+        )
     if is_source(data):
-        check_batch_size(data, argument, global_batch)
         made = made_pipeline(data)
         if made is None:
-            source = source_of(data, argument, global_batch, shuffle_seed)
+            source = source_of(data, global_batch, shuffle_seed)
             return read_batches(source, argument, whole=whole)
         data = made
     arrays = None
     if are_arrays(data):
-        data = as_arrays(data, argument)
+        # No more than all examples are taken, however large the number: TensorFlow counts to 2^63.
+        size = min(cast("int", global_batch), 2**62)
         one_shape = strategies.capabilities(strategy).one_shape
-        arrays = _copies_of(data, argument, global_batch, shuffle_seed, one_shape=one_shape)
+        for leaf in present(data):
+            check_no_mask(leaf, argument)
+        arrays = ArrayCopies(as_arrays(data), size, shuffle_seed, one_shape=one_shape)
+        rows_in(present(arrays.tensors), argument)
         dataset = arrays.batches_from(first_pass)
-    elif global_batch is not None:
-        raise ValueError(
-            f"`global_batch` must be None unless `{argument}` consists of arrays; got "
-            f"{global_batch}. Datasets are already batched. Leave global_batch out, or change the "
-            "batch size of the dataset."
-        )
     elif isinstance(data, tf.data.Dataset):
         dataset = data
     else:
         dataset = _from_function(cast("DatasetFunction", data), argument, strategy)
-    check_spec(dataset.element_spec, argument)
     first = arrays.first_from(first_pass) if arrays else _first(dataset, argument)
     rows = rows_in(first, argument, whole=whole)
-    cardinality = int(dataset.cardinality())
-    if are_arrays(data):
-        cardinality = -(-len(present(data)[0]) // rows)
+    cardinality = -(-arrays.examples // rows) if arrays else int(dataset.cardinality())
     return Batches(
         dataset=dataset,
         first=first,
@@ -179,16 +170,6 @@ def batches_of_any_size(
     )
 
 
-def check_not_distributed(data: Any, argument: str) -> None:
-    """Raises TypeError for a dataset that a strategy has divided already."""
-    if isinstance(data, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
-        raise TypeError(
-            f"`{argument}` must not be distributed; got {type(data).__name__}. Every replica takes "
-            "its share of one global batch, and the position in the data is saved with the run. "
-            "Pass the tf.data.Dataset itself, or the function of a tf.distribute.InputContext."
-        )
-
-
 def are_arrays(data: Data) -> bool:
     """Returns whether data consists of arrays: is neither a dataset, a function nor a source."""
     return not (isinstance(data, tf.data.Dataset) or is_source(data) or callable(data))
@@ -197,24 +178,6 @@ def are_arrays(data: Data) -> bool:
 def needs_batch_size(data: Data) -> bool:
     """Returns whether data consists of single examples, so that `global_batch` must be given."""
     return are_arrays(data) or is_arrow(data)
-
-
-def check_batch_size(data: Data, argument: str, global_batch: int | None) -> None:
-    """Raises ValueError unless `global_batch` is given for, and only for, rows of a table."""
-    if not is_arrow(data):
-        if global_batch is not None:
-            raise ValueError(
-                f"`global_batch` must be None unless `{argument}` consists of arrays; got "
-                f"{global_batch}. {type(data).__name__} yields batches. Leave global_batch out, or "
-                "change the size of the batches where they are made."
-            )
-        return
-    if global_batch is None:
-        raise ValueError(
-            f"`global_batch` must be at least 1 if `{argument}` is a datasets.Dataset; got None. "
-            "It holds single examples. Pass global_batch=64, for example."
-        )
-    check_count("global_batch", global_batch)
 
 
 def made_pipeline(data: Any) -> tf.data.Dataset | None:
@@ -232,14 +195,8 @@ def read_batches(source: Source, argument: str, *, whole: bool = False) -> Batch
 
     Raises:
         TypeError, ValueError: if there is none, or if they cannot be batches.
-        DataError: if the user's code, or a library that it reads with, raises an error.
     """
-    try:
-        reader = Reader(source, argument, whole=whole)
-    except Exception as error:
-        if raised_by_halfstep(error):
-            raise
-        raise source_error(error, "in its first batches") from error
+    reader = Reader(source, argument, whole=whole)
     if reader.first is None:
         raise _empty(argument)
     dataset = reader.once()
@@ -270,7 +227,7 @@ def same_data(before: Data, now: Data, found: Batches) -> bool:
         return False
     pairs = zip(tf.nest.flatten(before), tf.nest.flatten(now), strict=True)
     same = all(one is other for one, other in pairs)
-    return same and found.arrays is not None and found.arrays.hold(as_arrays(now, "train_data"))
+    return same and found.arrays is not None and found.arrays.hold(as_arrays(now))
 
 
 def check_ends(found: Batches, argument: str, *, limit: str = "") -> None:
@@ -282,11 +239,8 @@ def check_ends(found: Batches, argument: str, *, limit: str = "") -> None:
         limit: name of the argument that limits the number of batches to read; "" without one.
     """
     if int(found.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        remedy = f"pass {limit}=100 to read that many batches" if limit else "call .take(n)"
-        raise ValueError(
-            f"`{argument}` must end; got a dataset that repeats forever. Evaluation and "
-            f"prediction read the whole dataset. Remove .repeat(), or {remedy}."
-        )
+        remedy = f"pass {limit}=" if limit else "call .take(n)"
+        raise ValueError(f"`{argument}` must end; got a dataset that repeats forever: {remedy}")
 
 
 def of_one_size(dataset: tf.data.Dataset, examples: int) -> tf.data.Dataset:
@@ -335,15 +289,13 @@ def check_length(steps: int | None, epochs: int | None, found: Batches) -> None:
         return
     if epochs is None or steps is not None:
         raise ValueError(
-            f"`steps` must be given if and only if `epochs` is None; got steps={steps!r}, "
-            f"epochs={epochs!r}. A run has one length. Pass either steps= or epochs=."
+            f"`steps` must be given if and only if `epochs` is None; got {steps!r} and {epochs!r}"
         )
     check_count("epochs", epochs)
     if found.steps_per_epoch is None:
         raise ValueError(
-            f"`epochs` must be None if the length of the dataset is unknown; got {epochs}. An "
-            "epoch is one pass over the data. Pass steps=, or call dataset.apply("
-            "tf.data.experimental.assert_cardinality(n)) with the number of batches."
+            f"`epochs` must be None if the length of the dataset is unknown; got {epochs}: pass "
+            "steps=, or use tf.data.experimental.assert_cardinality"
         )
 
 
@@ -351,10 +303,7 @@ def check_epochs_end(found: Batches) -> None:
     """Raises ValueError if the length of an epoch is unknown, so that `on_epoch_end` has no end."""
     if found.steps_per_epoch is None:
         raise ValueError(
-            "`train_data` must have a known length if on_epoch_end is overridden; got a dataset "
-            "that repeats forever or whose length is unknown. The hook would never be called. "
-            "Leave out .repeat(), call dataset.apply(tf.data.experimental.assert_cardinality(n)) "
-            "with the number of batches, or use an Action(call, every_steps=n) instead."
+            "`train_data` must have a known length, or on_epoch_end would never be called"
         )
 
 
@@ -363,63 +312,10 @@ def _from_function(
 ) -> tf.data.Dataset:
     replicas = strategy.num_replicas_in_sync
     dataset = data(tf.distribute.InputContext(num_replicas_in_sync=replicas))
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError(
-            f"`{argument}` must return a tf.data.Dataset if it is a function; got "
-            f"{type(dataset).__name__}. The function is called with a tf.distribute.InputContext. "
-            "Return a dataset batched to context.get_per_replica_batch_size(global_batch)."
-        )
     if replicas == 1:
         return dataset
     replica_batch = rows_in(_first(dataset, argument), argument)
     return dataset.rebatch(replica_batch * replicas)
-
-
-def _copies_of(
-    data: Arrays,
-    argument: str,
-    global_batch: int | None,
-    shuffle_seed: int | None,
-    *,
-    one_shape: bool,
-) -> ArrayCopies:
-    """Checks arrays, and copies them."""
-    leaves = present(data)
-    if isinstance(data, list) or (
-        isinstance(data, tuple) and any(isinstance(d, list) for d in data)
-    ):
-        raise TypeError(
-            f"`{argument}` must not contain lists; got a list. tf.data would stack a list into one "
-            "tensor. Use tuples or dicts for several inputs, and NumPy arrays for numbers."
-        )
-    if not leaves or not all(hasattr(leaf, "shape") or np.ndim(leaf) for leaf in leaves):
-        raise TypeError(
-            f"`{argument}` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
-            f"or arrays; got {type(data).__name__}. Other objects cannot be batched. Pass "
-            "(x, y) with global_batch=64, for example."
-        )
-    _check_dense(leaves, argument)
-    if global_batch is None:
-        raise ValueError(
-            f"`global_batch` must be at least 1 if `{argument}` consists of arrays; got None. "
-            "Arrays have no batch size of their own. Pass global_batch=64, for example."
-        )
-    check_count("global_batch", global_batch)
-    # No more than all examples are taken, however large the number: TensorFlow counts to 2^63.
-    size = min(global_batch, 2**62)
-    copies = ArrayCopies(data, size, shuffle_seed, argument, one_shape=one_shape)
-    rows_in(present(copies.tensors), argument)
-    return copies
-
-
-def _check_dense(leaves: list[Any], argument: str) -> None:
-    composite = [leaf for leaf in leaves if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)]
-    if composite:
-        raise TypeError(
-            f"`{argument}` must be a dataset if it has ragged or sparse tensors; got a "
-            f"{type(composite[0]).__name__} among arrays. Only dense arrays are batched here. Pass "
-            "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
-        )
 
 
 def repeat_first_batch(found: Batches) -> tf.data.Dataset:
@@ -447,16 +343,10 @@ def with_static_shape(tensor: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
 
 
 def _first(dataset: tf.data.Dataset, argument: str) -> Batch:
-    try:
-        for batch in untuned(dataset.take(1)):
-            return batch
-    except tf.errors.OpError as error:
-        raise pipeline_error(error, "in its first batch") from error
+    for batch in untuned(dataset.take(1)):
+        return batch
     raise _empty(argument)
 
 
 def _empty(argument: str) -> ValueError:
-    return ValueError(
-        f"`{argument}` must hold at least one batch; got an empty dataset: check the source, any "
-        "filters, and batch(..., drop_remainder=True)"
-    )
+    return ValueError(f"`{argument}` must hold at least one batch; got an empty dataset")

@@ -20,11 +20,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from strategies.division import count_examples
 from trainer.base.atomic_files import UNFINISHED
 from trainer.data.batches import Batches
 from trainer.data.fingerprint import Fingerprint, of_pipeline
 from trainer.data.pipeline_graph import description, pipeline_graph
 from trainer.data.reader import untuned
+from trainer.step.types import Batch
 
 RESUME_MODES = ("exact", "skip", "restart")
 OF_A_PASS = "global_batch", "data"  # the entries of `run.json` that say how long a pass is
@@ -238,17 +240,14 @@ class DataPosition:
             batches_taken: number of batches that had been taken.
 
         Raises:
-            ValueError: if no position was saved, or if it was saved in a different pipeline.
+            tf.errors.OpError: if no position was saved, or if it was saved in a different pipeline.
         """
         counted = self.resume_mode == "exact" and (folder / COUNTED).exists()
         if self.resume_mode == "exact" and not counted:
-            try:
-                tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
-                # Restored last, because restoring the other iterator starts a pass.
-                counts = self._shuffle_counts or self._uncounted()
-                tf.train.Checkpoint(iterator=counts).read(str(folder / "counts"))
-            except tf.errors.OpError as error:
-                raise not_restorable(folder, error) from error
+            tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
+            # Restored last, because restoring the other iterator starts a pass.
+            counts = self._shuffle_counts or self._uncounted()
+            tf.train.Checkpoint(iterator=counts).read(str(folder / "counts"))
         elif self.resume_mode == "skip" or counted:
             if self.taken:
                 self.iterator = iter(self._dataset)
@@ -307,15 +306,65 @@ def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:
     return written
 
 
-def not_restorable(folder: pathlib.Path, error: tf.errors.OpError) -> ValueError:
-    """Returns the error for a position that cannot be restored."""
-    if not (folder / "data.index").exists():
-        return ValueError(
-            f'`data_resume` must be "skip" or "restart" to resume from {folder}; got "exact". That '
-            "run did not save its position in the data. Use the data_resume of that run."
-        )
-    return ValueError(
-        f"`train_data` must be the same pipeline as in the run that wrote {folder}; got a "
-        f"different one: {error.message.splitlines()[0]} The resumed run would see different data. "
-        'Build the pipeline as before, or pass data_resume="skip" or "restart".'
-    )
+class OnlinePosition(DataPosition):
+    """Stands for the position in data while batches are passed one by one, to `train_on_batch`.
+
+    Their source is the program itself, so there is no position to save: whatever makes the batches
+    has to be restored by the program.
+
+    It keeps the position in the data that `train` was reading before, if any: checkpoints save it,
+    so that a later call of `train` goes on from there, also after a restart.
+
+    Args:
+        batch: the first batch.
+        before: the position in the data of the last call of `train`; None if there was none.
+    """
+
+    def __init__(self, batch: Batch, before: DataPosition | None) -> None:
+        """Stores the arguments."""
+        examples = int(count_examples(batch))
+        self.data = Batches(tf.data.Dataset.from_tensors(batch), batch, examples, None)
+        self._before = before
+        self.resume_mode = before.resume_mode if before else "restart"
+        self.pipeline = before.pipeline if before else ""
+        self.content = before.content if before else None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what `run.json` says about the data of `train`; nothing about these batches."""
+        if self._before:
+            return self._before.facts()
+        return {"pipeline": self.pipeline, "data_resume": self.resume_mode}
+
+    def counts(self) -> dict[str, int]:
+        """Returns the numbers of the position in the data of `train`; see `DataPosition`."""
+        if self._before:  # `train` has read it to the end of its call
+            return {**self._before.counts(), BETWEEN_CALLS: True}
+        return super().counts()
+
+    def go_to(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
+        """Moves to the position in the data of `train`, if there is one."""
+        if self._before:
+            self._before.go_to(folder, saved)
+
+    def go_back(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
+        """Moves to the position of a checkpoint of the same process, if there is one."""
+        if self._before:
+            self._before.go_back(folder, saved)
+
+    def begin_late(self, saved: Mapping[str, Any]) -> None:
+        """Notes that the data of `train` is read from here on, if there is any."""
+        if self._before:
+            self._before.begin_late(saved)
+
+    def begin_instead(self, saved: Mapping[str, Any]) -> None:
+        """Notes that the position in the data of `train` begins anew, if there is one."""
+        if self._before:
+            self._before.begin_instead(saved)
+
+    def write(self, folder: str) -> None:
+        """Writes the position in the data of `train`, if there is one."""
+        if self._before:
+            self._before.write(folder)
+
+    def leave_out(self, count: int) -> None:
+        """Does nothing: it is up to the program which batches it passes."""

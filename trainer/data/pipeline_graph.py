@@ -26,8 +26,7 @@ def pipeline_graph(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef | None:
         return tf.compat.v1.GraphDef.FromString(serialized.numpy())
     except tf.errors.FailedPreconditionError as error:
         found = re.search(r"(\w+) is stateful", error.message)
-        name = found[1] if found else error.message
-        raise not_exact(f"the stateful operation {name}", SOURCES.get(name, "")) from None
+        raise not_exact(f"the stateful operation {found[1] if found else error.message}") from None
     except tf.errors.OpError:
         return None
 
@@ -41,7 +40,7 @@ def description(graph: tf.compat.v1.GraphDef) -> str:
     """
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         if name := first_unseeded(nodes):
-            raise not_exact(f"{name} without a seed", "Give this operation a seed. ")
+            raise not_exact(f"{name} without a seed")
     check_later_passes(graph.node)
     return f": {' '.join(transformations(graph.node))}"
 
@@ -61,21 +60,13 @@ def transformations(nodes: Iterable[Node]) -> list[str]:
 
 SEEDED = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
 ORDERING = (*SEEDED, "RangeDataset", "BatchDataset", "TakeDataset", "SkipDataset", "ShardDataset")
-# Hints for error messages: which tf.data calls create an operation, keyed by operation.
-SOURCES = {
-    "PyFunc": "This operation is created by from_generator and numpy_function. ",
-    "EagerPyFunc": "This operation is created by py_function. ",
-    "DummySeedGenerator": "This operation is created by a shuffle inside interleave or flat_map. ",
-}
 
 
-def not_exact(what: str, hint: str) -> ValueError:
+def not_exact(what: str) -> ValueError:
     """Returns the error for a pipeline whose position cannot be saved."""
     return ValueError(
-        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A "
-        f"resumed run would see different data. {hint}To train on this pipeline anyway, pass "
-        'data_resume="skip", which reads and drops the batches already used, or "restart", which '
-        "begins a new pass."
+        f"`train_data` must have a position that can be saved; got a pipeline with {what}. Pass "
+        'data_resume="skip" or "restart" for it.'
     )
 
 
@@ -105,23 +96,12 @@ def check_later_passes(nodes: Iterable[Node]) -> None:
         reshuffles = any(node.attr[name].b for name in RESHUFFLING if name in node.attr)
         if reshuffles and node.name not in started:
             if node.name in started_with(last, by_name, shuffles=True):
-                raise not_exact(
-                    f"{node.op} before another shuffle",
-                    "Shuffle once, or pass reshuffle_each_iteration=False to all but the last "
-                    "shuffle. ",
-                )
-            raise not_exact(
-                f"{node.op} in a part that starts in the middle of a pass",
-                "Shuffle the result of concatenate or flat_map instead of their inputs. ",
-            )
+                raise not_exact(f"{node.op} before another shuffle")
+            raise not_exact(f"{node.op} in a part that starts in the middle of a pass")
         if node.op == INTERLEAVE and not node.attr["stop_on_empty_dataset"].b:
             parts = [by_name[name.split(":")[0]] for name in node.input[1:]]
             if any(may_end(part, by_name) for part in parts):
-                raise not_exact(
-                    f"{INTERLEAVE} of datasets that end",
-                    "This operation is created by sample_from_datasets and choose_from_datasets: "
-                    "call repeat() on their inputs, or pass stop_on_empty_dataset=True. ",
-                )
+                raise not_exact(f"{INTERLEAVE} of datasets that end")
 
 
 # Attributes of operations that use a new order, or new random numbers, in each pass.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from trainer.data.leaves import LeafError
 from trainer.data.source import EmptyPassError, Place, Source, copy_unless_tensorflow_copies
 from trainer.data.structures import BatchError, as_batch, difference, fingerprint, rows_in, spec_of
 
@@ -53,12 +52,12 @@ class Reader:
         self._argument, self._whole = argument, whole
         self._remembered: collections.deque[Remembered] = collections.deque(maxlen=AHEAD)
         self._lock = threading.Lock()
-        batches = [self._converted(batch, 1 + place) for place, batch in enumerate(source.peek(2))]
+        batches = [as_batch(batch, argument) for batch in source.peek(2)]
         self.first = batches[0] if batches else None
         self.spec: Any = None
         if batches:
             same = len(batches) > 1 and not self._other_structure(*batches)
-            self.spec = self._spec_of(batches if same else batches[:1])
+            self.spec = spec_of(batches if same else batches[:1])
 
     def once(self) -> tf.data.Dataset:
         """Returns the batches of one pass."""
@@ -104,9 +103,8 @@ class Reader:
             for count, batch in enumerate(self.source.read_once(), start=1):
                 if self.source.length is None and count > MOST_IN_A_PASS:
                     raise BatchError(
-                        f"`{self._argument}` must end; got {MOST_IN_A_PASS:,} batches from a "
-                        f"{self.source.name} that does not say how many there are. Give it a "
-                        "length (__len__), or pass a source that ends."
+                        f"`{self._argument}` must end, or have a length; got {MOST_IN_A_PASS:,} "
+                        f"batches from a {self.source.name}"
                     )
                 yield self._checked(batch, count)
             if not count:
@@ -134,34 +132,12 @@ class Reader:
             self.error = error
             raise
 
-    def _converted(self, batch: Any, number: int) -> Any:
-        try:
-            return as_batch(batch)
-        except (TypeError, ValueError) as error:
-            raise BatchError(
-                f"`{self._argument}` must yield batches of arrays; got, in batch {number}, "
-                f"{type(batch).__name__}: {str(error).rstrip('.')}. A batch is an array, or a "
-                "tuple or dict of arrays, whose first dimension is the example. Convert it where "
-                "it is made."
-            ) from error
-
-    def _spec_of(self, batches: list[Any]) -> Any:
-        try:
-            return spec_of(batches)
-        except LeafError as error:
-            raise BatchError(
-                f"`{self._argument}` must yield numbers, bools or text in every array; got {error}"
-            ) from error
-
     def _checked(self, batch: Any, number: int) -> Any:
-        converted = self._converted(batch, number)
-        found = difference(converted, self.spec)
-        if found:
+        converted = as_batch(batch, self._argument)
+        if found := difference(converted, self.spec):
             raise BatchError(
-                f"`{self._argument}` must yield batches of one structure; got batch {number}, "
-                f"which {found}. Only the number of examples, and what differs between the first "
-                "two batches, may change. Pad or crop where the batches are made, or pass "
-                "tf.data.Dataset.from_generator(..., output_signature=...)."
+                f"`{self._argument}` must yield batches like its first two; got {found} in "
+                f"batch {number}"
             )
         rows_in(converted, self._argument, whole=self._whole)
         return tf.nest.map_structure(copy_unless_tensorflow_copies, converted)
@@ -181,7 +157,7 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset whose iterator has no autotuning thread.
 
     In TensorFlow 2.21 that thread can miss that its iterator is being deleted, and the deletion
-    then waits for up to a minute. The pipelines that this room makes have nothing to tune. A
+    then waits for up to a minute. The pipelines that this package makes have nothing to tune. A
     user's dataset is not changed, because maps with AUTOTUNE run in parallel only if they are
     tuned.
     """

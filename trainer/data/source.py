@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-Place: TypeAlias = dict[str, Any]  # where a source goes on; holds what `state_json` can write
+Place: TypeAlias = dict[str, Any]  # where a source goes on; see `source_position.encode`
 Placed: TypeAlias = tuple[Any, Place]  # a batch, and the place behind it
 
 TAKEN_OVER = 64  # bytes: TensorFlow uses memory of this alignment itself, and copies any other
@@ -56,10 +56,7 @@ class Source:
 
     def why_empty(self, number: int) -> str:
         """Returns why there is nothing to read in a pass, counted from 1, for an error."""
-        return (
-            f"the {self.name} yielded nothing when it was read for pass {number}; it must start "
-            "over each time"
-        )
+        return f"the {self.name} yielded nothing in pass {number}; it must start over each time"
 
 
 class IndexedSource(Source):
@@ -239,7 +236,4 @@ class OneShotSource(IterableSource):
     def why_empty(self, number: int) -> str:
         """Returns why there is nothing to read, for an error."""
         del number
-        return (
-            f"the {self.name} has ended and cannot be read again: pass the function that makes it, "
-            "without calling it"
-        )
+        return f"the {self.name} has ended; pass the function that makes it, without calling it"

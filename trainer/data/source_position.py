@@ -1,33 +1,36 @@
 """Saves and restores the position in data that Python makes batch by batch.
 
 The place is written as JSON. With it goes a checksum of the batch that came next, if that was
-known: a source that goes on with another batch is noticed.
+known: a source that goes on with another batch is noticed. Reading the JSON cannot run code, as
+reading a pickle can.
 """
 
+import base64
+import json
 import pathlib
 import time
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from trainer.data import state_json
 from trainer.data.batches import Batches
 from trainer.data.iterator_state import DataPosition
-from trainer.data.reader import Reader
+from trainer.data.structures import is_torch
 
 FILE = "data.json"
 WAIT_SECS = 0.2  # how long a save waits for the next batch, whose checksum it writes
 
+KIND = "__kind__"  # marks what JSON has no type for
+
+# What is logged about sources whose place cannot be saved, by `Source.finds_by`.
 NOTES = {
     "skip": (
-        "The position in `train_data` ({}) cannot be saved: a resumed run reads and drops the "
-        "batches already used. This is exact if it yields the same batches each time it is read."
+        "The position in `train_data` (%s) cannot be saved: a resumed run reads and drops the "
+        "batches already used."
     ),
-    "never": (
-        "`train_data` ({}) can be read only once, so this run cannot be resumed with it. Pass the "
-        "function that makes it, without calling it."
-    ),
+    "never": "`train_data` (%s) can be read only once, so this run cannot be resumed with it.",
 }
 
 
@@ -41,9 +44,8 @@ class SourcePosition(DataPosition):
 
     def __init__(self, data: Batches, resume_mode: str) -> None:
         """Creates the iterator, at the beginning of the data."""
-        if data.reader is None:
-            raise TypeError("`data` must be read from a source; got a pipeline or arrays.")
-        self.reader: Reader = data.reader
+        assert data.reader is not None  # noqa: S101  # see `position_in`
+        self.reader = data.reader
         self.source = data.reader.source
         self.data = data
         self.resume_mode = resume_mode
@@ -65,7 +67,7 @@ class SourcePosition(DataPosition):
         self.reader.keep = True
         self.iterator = iter(self._dataset)
         if self.source.finds_by in NOTES:
-            logging.warning("%s", NOTES[self.source.finds_by].format(self.source.name))
+            logging.warning(NOTES[self.source.finds_by], self.source.name)
 
     def write(self, folder: str) -> None:
         """Writes the position into a folder if the resume mode is "exact"."""
@@ -83,11 +85,8 @@ class SourcePosition(DataPosition):
             "place": place or {"taken": self.taken},
             "next": following,
         }
-        try:
-            text = state_json.dumps(saved)
-        except TypeError as error:
-            raise not_savable(self.source.name, error) from error
-        write_text(f"{folder}/{FILE}", text)
+        with tf.io.gfile.GFile(f"{folder}/{FILE}", "w") as file:
+            file.write(json.dumps(encode(saved)))
 
     def read(self, folder: pathlib.Path, batches_taken: int) -> None:
         """Moves to the position at which a checkpoint was written.
@@ -97,31 +96,25 @@ class SourcePosition(DataPosition):
             batches_taken: number of batches that had been taken.
 
         Raises:
-            ValueError: if no position was saved, or if the data goes on with another batch.
+            ValueError: if the data cannot be read again, or goes on with another batch.
+            FileNotFoundError: if no position was saved.
         """
         if self.resume_mode == "restart":
             self.taken = batches_taken
             return
         once = self.source.finds_by == "never"
         if batches_taken and once and (self.resume_mode == "exact" or self.taken):
-            raise read_once(folder, self.source.name)
+            raise ValueError(
+                f"`train_data` must be readable again to resume from {folder}; got a "
+                f"{self.source.name}: pass the function that makes it"
+            )
         place: dict[str, Any] = {"taken": batches_taken}
         following = None
         if self.resume_mode == "exact":
-            saved = self._saved(folder)
+            saved = decode(json.loads((folder / FILE).read_text()))
             place, following = saved["place"], saved["next"]
         self._go_on_from(place, following, folder)
         self.taken = batches_taken
-
-    def _saved(self, folder: pathlib.Path) -> dict[str, Any]:
-        path = folder / FILE
-        if not path.exists():
-            raise ValueError(
-                f'`data_resume` must be "skip" or "restart" to resume from {folder}; got "exact". '
-                "That run did not save its position in the data. Use the data_resume of that run."
-            )
-        saved: dict[str, Any] = state_json.loads(path.read_text())
-        return saved
 
     def _go_on_from(
         self, place: dict[str, Any], following: int | None, folder: pathlib.Path
@@ -134,20 +127,16 @@ class SourcePosition(DataPosition):
             return
         if self.source.finds_by == "index":
             logging.warning(
-                "Batch %d of the %s is not the batch that came next when %s was written. If it is "
-                "augmented at random, its random numbers are not repeated; if its order is random, "
-                "some examples are seen twice in this pass.",
+                "Batch %d of the %s is not the batch that came next when %s was written: its "
+                "random numbers, or the order of this pass, are not repeated.",
                 place["taken"] + 1,
                 self.source.name,
                 folder,
             )
             return
         raise ValueError(
-            f"`train_data` must go on where the run that wrote {folder} stopped; got another batch "
-            f"{place['taken'] + 1} from the {self.source.name}. The resumed run would see "
-            "different data. Seed its order and its random numbers, or pass "
-            'data_resume="skip", which reads and drops the batches already used, or "restart", '
-            "which begins a new pass."
+            f"`train_data` must go on where {folder} stopped; got another batch "
+            f"{place['taken'] + 1} from the {self.source.name}: seed it"
         )
 
 
@@ -158,26 +147,69 @@ def position_in(data: Batches, resume_mode: str) -> DataPosition:
     return SourcePosition(data, resume_mode)
 
 
-def read_once(folder: pathlib.Path, name: str) -> ValueError:
-    """Returns the error for a source that cannot be read again."""
-    return ValueError(
-        f"`train_data` must be readable from its beginning to resume from {folder}; got a {name}, "
-        "which can be read only once. Its position is not known. Pass the function that makes it, "
-        'without calling it; or pass data_resume="skip" if this is a new one that yields the same '
-        'batches, or "restart" to go on with whatever it yields.'
-    )
+def encode(value: Any) -> Any:
+    """Returns the state of a source in types of JSON.
+
+    Args:
+        value: dicts, lists, tuples, numbers, text, bytes, None, NumPy arrays and PyTorch tensors.
+
+    Raises:
+        TypeError: if it holds something else.
+
+    Example:
+        >>> decode(json.loads(json.dumps(encode({"at": (1, b"x"), 2: None}))))
+        {'at': (1, b'x'), 2: None}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, np.generic):
+        return encode(value.item())
+    return encode_marked(value)
 
 
-def not_savable(name: str, error: TypeError) -> ValueError:
-    """Returns the error for a state that JSON cannot hold."""
-    return ValueError(
-        f"`train_data` must have a state of numbers, text and arrays; got a {name}: {error}. "
-        "Reading a checkpoint must not run code, so other objects are not saved. Pass "
-        'data_resume="skip", which reads and drops the batches already used, or "restart".'
-    )
+def encode_marked(value: Any) -> dict[str, Any]:
+    """Returns a value for which JSON has no type as a dict that names its kind."""
+    if isinstance(value, tuple):
+        return {KIND: "tuple", "items": [encode(item) for item in value]}
+    if isinstance(value, dict):
+        return {KIND: "dict", "items": [[encode(k), encode(v)] for k, v in value.items()]}
+    if isinstance(value, bytes):
+        return {KIND: "bytes", "base64": base64.b64encode(value).decode()}
+    if is_torch(value):
+        return encode_array(value.detach().cpu().numpy(), "tensor")
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return encode_array(value, "array")
+    raise TypeError(f"`train_data` must have a state of plain values; got {type(value).__name__}")
 
 
-def write_text(path: str, text: str) -> None:
-    """Writes a file on any of TensorFlow's file systems."""
-    with tf.io.gfile.GFile(path, "w") as file:
-        file.write(text)
+def encode_array(array: np.ndarray, kind: str) -> dict[str, Any]:
+    """Returns an array in types of JSON."""
+    content = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {KIND: kind, "dtype": array.dtype.str, "shape": list(array.shape), "base64": content}
+
+
+def decode(value: Any) -> Any:
+    """Returns the value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    return decode_marked(value) if isinstance(value, dict) else value
+
+
+def decode_marked(value: dict[str, Any]) -> Any:
+    """Returns the value that `encode_marked` was given."""
+    kind = value[KIND]
+    if kind == "tuple":
+        return tuple(decode(item) for item in value["items"])
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in value["items"]}
+    content = base64.b64decode(value["base64"])
+    if kind == "bytes":
+        return content
+    array = np.frombuffer(content, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    if kind == "array":
+        return array
+    import torch  # noqa: PLC0415  # the source that wrote a tensor needs PyTorch
+
+    return torch.from_numpy(array)

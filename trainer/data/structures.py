@@ -1,7 +1,7 @@
 """Turns what users pass as arrays, or yield as a batch, into the structures that tf.data takes.
 
 tf.data knows tuples and dicts. It would stack a list into one tensor, and knows neither pandas nor
-PyTorch.
+PyTorch. It would also drop the mask of a masked array, which is the one kind that is refused.
 """
 
 import zlib
@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from strategies.division import shapes_in
-from trainer.data.leaves import check_no_mask, dtype_of
 
 
 class BatchError(ValueError):
@@ -44,53 +43,37 @@ def holds_arrays(value: Any) -> bool:
     return is_array(value)
 
 
-def as_arrays(data: Any, argument: str) -> Any:
+def as_arrays(data: Any) -> Any:
     """Returns arrays in a structure of tuples and dicts: lists become tuples, pandas NumPy.
 
     Args:
         data: arrays, in any structure of tuples, lists and dicts.
-        argument: name of the user's argument, for errors.
-
-    Raises:
-        TypeError: if a DataFrame has a column that holds no numbers.
     """
     if isinstance(data, Mapping):
-        return {key: as_arrays(value, argument) for key, value in data.items()}
+        return {key: as_arrays(value) for key, value in data.items()}
     if isinstance(data, list) and holds_arrays(data):
         data = tuple(data)
     if isinstance(data, tuple):
-        parts = [as_arrays(value, argument) for value in data]
+        parts = [as_arrays(value) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
     if is_pandas(data):
-        return from_pandas(data, argument)
+        return from_pandas(data)
     if isinstance(data, tf.Variable | keras.Variable):
         return tf.convert_to_tensor(data).numpy()
     return from_torch(data) if is_torch(data) else data
 
 
-def from_pandas(data: Any, argument: str) -> np.ndarray:
+def from_pandas(data: Any) -> np.ndarray:
     """Returns a DataFrame or a Series as Keras's `fit` takes it.
 
     Args:
         data: a DataFrame of shape (examples, columns), or a Series of shape (examples,).
-        argument: name of the user's argument, for errors.
 
     Returns:
         Shape (examples, columns), for a Series (examples, 1). Floats have Keras's `floatx`.
-
-    Raises:
-        TypeError: if a column holds no numbers.
     """
-    columns = data.dtypes.items() if data.ndim == 2 else [(data.name, data.dtype)]
-    for name, dtype in columns:
-        if getattr(dtype, "kind", "O") not in "biuf":
-            raise TypeError(
-                f"`{argument}` must hold numbers in every column of a DataFrame; got {dtype} in "
-                f"{name!r}. Text and categories have no values to compute with. Encode the column, "
-                "as pandas.get_dummies does, or leave it out."
-            )
     array = data.to_numpy()
-    if array.dtype == object:  # columns that pandas stores with a mask
+    if array.dtype == object:  # columns of several dtypes, or that pandas stores with a mask
         array = data.to_numpy(dtype=np.float64)
     if array.dtype.kind == "f":
         array = array.astype(keras.config.floatx(), copy=False)
@@ -107,38 +90,61 @@ def from_torch(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.numpy())
 
 
-def as_batch(value: Any) -> Any:
+def as_batch(value: Any, argument: str) -> Any:
     """Returns a batch that a Python source yielded, in a structure of tuples and dicts.
 
     A list of numbers, or of lists of numbers, becomes an array: Keras's `floatx`, int64, bool or
-    text.
-    Another list becomes a tuple: PyTorch's DataLoader yields `[x, y]`.
+    text. Another list becomes a tuple: PyTorch's DataLoader yields `[x, y]`.
+
+    Args:
+        value: the batch, or a part of it.
+        argument: name of the user's argument, for errors.
 
     Raises:
         TypeError: if an element is neither an array nor a number or text.
         ValueError: if a list of lists is not rectangular.
     """
     if isinstance(value, Mapping):
-        return {key: as_batch(item) for key, item in value.items()}
+        return {key: as_batch(item, argument) for key, item in value.items()}
     if isinstance(value, list) and not any(map(is_structure, value)):
         array = np.asarray(value)
         return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
     if isinstance(value, list | tuple):
-        parts = [as_batch(item) for item in value]
+        parts = [as_batch(item, argument) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if is_torch(value):
         return from_torch(value)
     if type(value) is np.ndarray or isinstance(value, tf.Tensor):
         return value
-    check_no_mask(value)
-    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
-        raise TypeError(
-            f"a batch must consist of dense arrays; got {type(value).__name__}. Pass "
-            "tf.data.Dataset.from_generator(..., output_signature=...) for such tensors"
-        )
-    if isinstance(value, bool | int | float | str | bytes) or is_array(value):
+    check_no_mask(value, argument)
+    composite = isinstance(value, tf.RaggedTensor | tf.SparseTensor)
+    if not composite and (isinstance(value, bool | int | float | str | bytes) or is_array(value)):
         return np.asarray(value)
-    raise TypeError(f"a batch must consist of arrays; got {type(value).__name__}")
+    raise TypeError(f"`{argument}` must consist of dense arrays; got {type(value).__name__}")
+
+
+def check_no_mask(leaf: Any, argument: str) -> None:
+    """Raises TypeError for a masked array of NumPy, whose mask would be lost without a word."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"`{argument}` must not be masked, as the mask is lost; pass x.filled(0)")
+
+
+def as_global_batch(batch: Any, *, whole: bool = False) -> Any:
+    """Returns a batch that a user passed, as tensors in a structure of tuples and dicts.
+
+    Args:
+        batch: arrays or tensors in any structure. Lists of numbers become arrays, and lists of
+            arrays tuples, as in the batches of a Python source.
+        whole: as for `rows_in`.
+
+    Raises:
+        TypeError, ValueError: if it is not a batch, or if it has no examples.
+    """
+    composite = (tf.RaggedTensor, tf.SparseTensor)
+    if not any(isinstance(leaf, composite) for leaf in tf.nest.flatten(batch)):
+        batch = tf.nest.map_structure(tf.convert_to_tensor, as_batch(batch, "batch"))
+    rows_in(batch, "batch", whole=whole)
+    return batch
 
 
 def is_structure(value: Any) -> bool:
@@ -155,14 +161,11 @@ def spec_of(batches: list[Any]) -> Any:
 
     Args:
         batches: results of `as_batch` of one structure. Each leaf has shape (examples, ...).
-
-    Raises:
-        LeafError: if a leaf cannot be a tensor of numbers, bools or text.
     """
 
     def leaf_spec(*leaves: Any) -> tf.TensorSpec:
         shapes = [np.shape(leaf) for leaf in leaves]
-        dtype = dtype_of(leaves[0])
+        dtype = dtype_of(leaves[0].dtype)
         if len({len(shape) for shape in shapes}) > 1:
             return tf.TensorSpec(None, dtype)
         sizes = [set(dimension) for dimension in zip(*shapes, strict=True)]
@@ -171,6 +174,11 @@ def spec_of(batches: list[Any]) -> Any:
 
     arrays = [tf.nest.map_structure(np.asarray, batch) for batch in batches]
     return tf.nest.map_structure(leaf_spec, *arrays)
+
+
+def dtype_of(dtype: Any) -> tf.DType:
+    """Returns the dtype of the tensor that an array of a dtype becomes. Objects count as text."""
+    return tf.string if getattr(dtype, "kind", "") in ("U", "O") else tf.as_dtype(dtype)
 
 
 def difference(batch: Any, spec: Any) -> str | None:
@@ -183,18 +191,13 @@ def difference(batch: Any, spec: Any) -> str | None:
     try:
         tf.nest.assert_same_structure(batch, spec)
     except (ValueError, TypeError):
-        return f"has the structure {outline(batch)}, where {outline(spec)} was expected"
-    leaves = tf.nest.flatten(batch)
-    for leaf, expected in zip(leaves, tf.nest.flatten(spec), strict=True):
-        kind = getattr(leaf.dtype, "kind", "")
-        try:
-            dtype = tf.string if kind and kind in "UO" else tf.as_dtype(leaf.dtype)
-        except TypeError:  # records, dates
-            return f"holds values of dtype {leaf.dtype}, which TensorFlow has no tensors of"
+        return f"{outline(batch)} instead of {outline(spec)}"
+    for leaf, expected in zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True):
+        dtype = dtype_of(leaf.dtype)  # tf.data would cast another one without a word
         if dtype != expected.dtype or not expected.shape.is_compatible_with(leaf.shape):
             return (
-                f"holds {dtype.name} of shape {tuple(leaf.shape)}, where {expected.dtype.name} of "
-                f"shape {tuple(expected.shape)} was expected"
+                f"{dtype.name} of shape {tuple(leaf.shape)} instead of {expected.dtype.name} of "
+                f"shape {tuple(expected.shape)}"
             )
     return None
 
@@ -212,18 +215,13 @@ def rows_in(batch: Any, argument: str, *, whole: bool = False) -> int:
         BatchError: if there is no example; or not one row per example in each tensor of a batch
             that is divided.
     """
-    leaves = tf.nest.flatten(batch)
-    if any(leaf is None for leaf in leaves):
-        raise BatchError(f"`{argument}` must yield tensors; got None in a batch: leave it out")
-    rows = [leaf.shape[0] if len(leaf.shape) else None for leaf in leaves]
+    rows = [leaf.shape[0] if len(leaf.shape) else None for leaf in tf.nest.flatten(batch)]
     examples = next((int(count) for count in rows if count is not None), 1 if rows else 0)
     if not examples:
-        raise BatchError(
-            f"`{argument}` must hold at least one example; got shapes {shapes_in(batch)}"
-        )
+        raise BatchError(f"`{argument}` must hold examples; got shapes {shapes_in(batch)}")
     if not whole and set(rows) != {examples}:
         raise BatchError(
-            f"`{argument}` must be batched, with one row per example in every tensor; got shapes "
+            f"`{argument}` must have one row per example in every tensor; got shapes "
             f"{shapes_in(batch)}"
         )
     return examples

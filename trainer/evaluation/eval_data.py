@@ -14,7 +14,6 @@ import tensorflow as tf
 from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_bool, check_count
 from trainer.data.batches import Batches, are_arrays, batches, check_ends, needs_batch_size
-from trainer.data.errors import reading_explained
 
 EvalData: TypeAlias = dict[str, Batches]  # keyed by name; a single data set has the name ""
 
@@ -118,8 +117,7 @@ def evaluate_each(
     """
     results: dict[str, float] = {}
     for name, found in data.items():
-        with reading_explained(found.reader):
-            one = evaluate(found.dataset)
+        one = evaluate(found.dataset)
         if one is None:
             return None
         results |= {result_name(name, key): value for key, value in one.items()}

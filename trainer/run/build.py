@@ -24,7 +24,6 @@ from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.attributes import assign
 from trainer.config.resolve import dtype_policy
-from trainer.data.value_checks import checked
 from trainer.evaluation.evaluator import Evaluator
 from trainer.evaluation.no_writes import generators_in
 from trainer.keras_compat import is_metric_built, recompute_constants
@@ -34,6 +33,7 @@ from trainer.loop.parameter_server import RemoteSteps
 from trainer.loop.pending import HOST, Pending
 from trainer.losses.metrics import results_of
 from trainer.losses.output_mask import check_mask_values
+from trainer.losses.value_checks import checked
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
 from trainer.run.identity import identity_of, loss_of

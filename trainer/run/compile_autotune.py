@@ -17,9 +17,8 @@ import scaling
 import strategies
 from trainer.base.argument_checks import check_choice
 from trainer.data.batches import Batches, repeat_first_batch
-from trainer.data.errors import reason_of
+from trainer.data.errors import found_in, reason_of
 from trainer.data.reader import untuned
-from trainer.data.value_checks import found_in
 from trainer.run.build import (
     part_without_xla,
     parts_of_plan,

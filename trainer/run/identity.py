@@ -93,7 +93,7 @@ def evaluated_of(trainer: RunnableTrainer, data: Any) -> Facts:
         data: the data, or several by name. Only arrays are described.
     """
     parts = data.values() if is_named(data) else [data]
-    arrays = [as_arrays(part, "data") for part in parts if are_arrays(part)]
+    arrays = [as_arrays(part) for part in parts if are_arrays(part)]
     return {
         "loss": loss_of(trainer),
         "metrics": describe(getattr(trainer, "_given_metrics", None)),

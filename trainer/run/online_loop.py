@@ -12,9 +12,8 @@ from trainer.base.folder_lock import only_writer
 from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint import Checkpoints
 from trainer.config.resolve import check_one_process
-from trainer.data.errors import wrong_values
+from trainer.data.errors import found_in, wrong_values
 from trainer.data.iterator_state import DataPosition
-from trainer.data.value_checks import found_in
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
 from trainer.replay.recorder import keep_overflow

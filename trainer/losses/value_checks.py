@@ -1,16 +1,16 @@
 """Checks the values of every batch, for `check_data=True`: in the graph, before the step."""
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user, without_autograph
-
-MARK = "check_data"  # by which an error of these checks is recognised
-FAILED = re.compile(rf"\[{MARK}: (.*?)\]((?: \[[^\]]*\])*)")
+from trainer.data.errors import MARK
+from trainer.losses.loss_fn import ignore_class_of
+from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
+from trainer.losses.output_losses import OutputLosses
 
 
 class LabelRange(NamedTuple):
@@ -51,10 +51,11 @@ def finite(batch: Any) -> list[tf.Operation]:
     """Checks that the floating-point tensors of a batch hold neither inf nor NaN."""
     checks = []
     for path, leaf in keras.tree.flatten_with_path(batch):
+        place = f"part {'/'.join(map(str, path))} of the batch" if path else "the batch"
         for values in tf.nest.flatten(leaf, expand_composites=True):
             if values.dtype.is_floating or values.dtype.is_complex:
                 right = tf.reduce_all(tf.math.is_finite(tf.abs(values)))
-                checks.append(check(right, f"finite numbers in {place(path)}; got inf or NaN"))
+                checks.append(check(right, f"finite numbers in {place}; got inf or NaN"))
     return checks
 
 
@@ -84,28 +85,42 @@ def check(right: tf.Tensor, wanted: str, *found: tf.Tensor) -> tf.Operation:
         return tf.raw_ops.Assert(condition=right, data=data)
 
 
-def place(path: Sequence[Any]) -> str:
-    """Returns how an error names a part of a batch.
-
-    Example:
-        >>> place((0, "image")), place(())
-        ('part 0/image of the batch', 'the batch')
-    """
-    return f"part {'/'.join(map(str, path))} of the batch" if path else "the batch"
-
-
-def found_in(message: str) -> str | None:
-    """Returns what is wrong with a batch, as text; None if another operation failed.
+def label_ranges(loss_fn: Any, y: Any, outputs: Callable[[], Any]) -> list[LabelRange]:
+    """Returns the ranges of a batch's labels, as far as they are known.
 
     Args:
-        message: of an error that a step raised.
-
-    Example:
-        >>> found_in("assertion failed: [check_data: labels of at least 0; got] [-1]")
-        'labels of at least 0; got -1'
+        loss_fn: a loss as `Task` resolves it, or `OutputLosses`.
+        y: the labels of a batch, in the structure that `loss_fn` takes.
+        outputs: returns the model's outputs, or specs with their shapes. Called only if a range
+            depends on them.
     """
-    failed = FAILED.search(message)
-    if failed is None:
+    if isinstance(loss_fn, OutputLosses):
+        losses: Mapping[Any, Any] = loss_fn.losses
+        labels = loss_fn.by_key("labels", y, losses.keys())
+
+        def output_of(key: Any) -> Any:
+            return loss_fn.by_key("outputs", outputs(), losses.keys())[key]
+
+        found = [(f"labels of {key!r}".replace("'", ""), key) for key in losses]
+        ranges = [
+            label_range(name, losses[key], labels[key], lambda key=key: output_of(key))  # type: ignore[misc]
+            for name, key in found
+        ]
+    else:
+        ranges = [label_range("labels", loss_fn, y, outputs)]
+    return [each for each in ranges if each]
+
+
+def label_range(
+    name: str, loss_fn: Any, labels: Any, output: Callable[[], Any]
+) -> LabelRange | None:
+    """Returns the range of the labels of one loss; None if it is not known."""
+    if isinstance(loss_fn, keras.losses.Loss) and type(loss_fn).__module__.split(".")[0] != "keras":
+        return None  # a class of the user, whatever its name
+    kind = LABELS_OF_LOSS.get(name_of(loss_fn))
+    if kind in ("binary", "categorical"):
+        return LabelRange(name, labels, 0, 1, None)
+    classes = output().shape[-1] if kind == "sparse" else None
+    if not classes:
         return None
-    numbers = re.findall(r"\[([^\]]*)\]", failed[2])
-    return f"{failed[1]} {' and '.join(numbers)}".rstrip()
+    return LabelRange(name, labels, 0, classes - 1, ignore_class_of(loss_fn))
