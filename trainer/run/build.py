@@ -66,10 +66,6 @@ from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, warn_of_plain_step
 
-# Maps a variable of `TrainState` to its name in checkpoints, where the two names differ. The old
-# names are kept so that checkpoints of older versions stay readable.
-SAVED_AS = {"consecutive_skips": "skips_in_a_row"}
-
 # A function of (batch, training) that calls the model, which then creates its variables.
 Forward = Callable[..., Any]
 
@@ -342,11 +338,7 @@ def make_checkpoints(
     """Returns the checkpoints of a run, which hold all variables of its trainer."""
     model, known = trainer.model, optimizers_of(trainer)
     optimizers = known if can_train(trainer) else {}
-    own = {
-        SAVED_AS.get(name, name): each
-        for name, each in vars(state).items()
-        if isinstance(each, tf.Variable)
-    }
+    own = {name: each for name, each in vars(state).items() if isinstance(each, tf.Variable)}
     items = {"model": model, "state": tf.train.Checkpoint(**own), **optimizers}
     items |= check_items(trainer.checkpoint_items(), items)
     for name, optimizer in optimizers.items():

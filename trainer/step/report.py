@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import tensorflow as tf
-from typing_extensions import deprecated
 
 import scaling
 from scaling.telemetry.stats import COUNTS
@@ -68,15 +67,6 @@ class StepReport(NamedTuple):
     float8_scale: tf.Tensor
     float8_saturated: tf.Tensor
     float8_flushed: tf.Tensor
-
-    @property
-    @deprecated(
-        "`StepReport.skips_in_a_row` is deprecated since halfstep 0.1 and will be removed in "
-        "0.3. Use `consecutive_skips`."
-    )
-    def skips_in_a_row(self) -> tf.Tensor:
-        """The old name of `consecutive_skips`."""
-        return self.consecutive_skips
 
 
 def outcome_spec(recorded: int = 0, float8: int = 0) -> Outcome:

@@ -4,7 +4,6 @@ import secrets
 
 import numpy as np
 import tensorflow as tf
-from typing_extensions import deprecated
 
 import scaling
 from trainer.base.argument_checks import check_seed
@@ -49,15 +48,6 @@ class TrainState(tf.Module):
     def step(self) -> tf.Tensor:
         """Number of attempted steps: shape (), int64."""
         return tf.reduce_sum(self.outcomes)
-
-    @property
-    @deprecated(
-        "`TrainState.skips_in_a_row` is deprecated since halfstep 0.1 and will be removed in "
-        "0.3. Use `consecutive_skips`."
-    )
-    def skips_in_a_row(self) -> tf.Variable:
-        """The old name of `consecutive_skips`."""
-        return self.consecutive_skips
 
     def due_in_float32(self, float32_after: int | None) -> tf.Tensor | None:
         """Returns whether the next step is computed in float32: shape (), bool.

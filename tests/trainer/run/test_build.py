@@ -159,12 +159,12 @@ def test_names_in_a_checkpoint_do_not_change(tmp_path):
     }
 
     assert {name.removeprefix("state/") for name in names if name.startswith("state/")} == {
+        "consecutive_skips",
         "float32_steps",
         "halted",
         "outcomes",
         "random_seed",
         "retries",
-        "skips_in_a_row",
     }
 
 

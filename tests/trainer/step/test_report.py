@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import scaling
 from scaling import Cause
 from trainer.step.report import (
     Outcome,
@@ -14,7 +13,6 @@ from trainer.step.report import (
     report_spec,
     step_of,
 )
-from trainer.step.state import TrainState
 
 NAMES = ["a/kernel", "b/kernel"]
 
@@ -97,20 +95,3 @@ def test_step_of():
     steps = StepReport(*(np.arange(4) + place for place, _ in enumerate(StepReport._fields)))
 
     assert list(step_of(steps, 2)) == [2 + place for place, _ in enumerate(StepReport._fields)]
-
-
-def test_the_old_name_of_consecutive_skips_still_works():
-    """`skips_in_a_row`, in reports and in the state of a run, has the value of its new name and warns
-    where it is read.
-    """
-    report = StepReport(**dict.fromkeys(StepReport._fields, 0) | {"consecutive_skips": 3})
-    state = TrainState(scaling.NoLossScale())
-    said = " is deprecated since halfstep 0.1 and will be removed in 0.3. Use `consecutive_skips`."
-
-    with pytest.warns(DeprecationWarning, match="since") as of_report:
-        assert report.skips_in_a_row == 3
-    with pytest.warns(DeprecationWarning, match="since") as of_state:
-        assert state.skips_in_a_row is state.consecutive_skips
-    for [warning], name in ((of_report, "StepReport"), (of_state, "TrainState")):
-        assert str(warning.message) == f"`{name}.skips_in_a_row`" + said
-        assert warning.filename == __file__
