@@ -31,7 +31,6 @@ NOT_RUN = {
         ),
         "takes minutes, and its figures mean nothing on a busy machine",
     ),
-    "python -W default::DeprecationWarning": "part of a command",
     "python -m strategies.launch": "incomplete; the complete commands run",
     "python -m trainer.replay": "incomplete; test_main.py runs it",
     "python -m scaling.simulate": "incomplete; the complete commands run",
