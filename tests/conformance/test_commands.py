@@ -20,6 +20,7 @@ NOT_RUN = {
     "python -P train.py": "the reader's own script",
     **dict.fromkeys(
         (
+            "python benchmarks/first_step.py",
             "python benchmarks/gpu_cost.py",
             "python benchmarks/growth.py",
             "python benchmarks/input_path.py",
