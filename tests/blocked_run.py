@@ -1,4 +1,4 @@
-"""A training run that is blocked: python blocked_run.py MODEL_DIR WHERE STOP_SECS [STRATEGY].
+"""A training run that is blocked: python blocked_run.py MODEL_DIR WHERE GRACE_SECS [STRATEGY].
 
 WHERE is a key of `BLOCKS`. With several workers, only the last one is blocked. The run creates the
 file `MODEL_DIR/blocked` and waits until the file `go` is in the folder above MODEL_DIR.
@@ -16,23 +16,19 @@ import tensorflow as tf
 from helpers import Linear, all_copies
 
 import strategies
-from trainer import Action
 from trainer.run import stop_signals
 
 STEP = 7  # where the run is blocked
+INTERVAL = 5  # steps between checkpoints
 STEPS = 20
 BLOCKS = {
-    "python data": "a generator that waits for a lock",
-    "pipeline": "a pipeline whose position is saved exactly",
-    "counted pipeline": "a pipeline with a py_function",
-    "first batch": "no batch at all",
     "hook": "on_loop_end, in Python",
     "graph in a hook": "on_loop_end, in C++",
-    "action": "an action, in Python",
-    "log": "on_log",
-    "begin": "on_train_begin",
     "end": "on_train_end",
-    "evaluation": "evaluation data of a run that evaluates averaged weights",
+    "first batch": "no batch at all",
+    "python data": "a generator that waits for a lock",
+    "pipeline": "a pipeline whose position is saved exactly",
+    "evaluation": "evaluation data",
 }
 
 
@@ -40,19 +36,15 @@ class Blocked(Linear):
     """Is blocked once: `blocked` says where."""
 
     def __init__(self, model_dir, where, strategy="default"):
-        """With all that can go wrong: dropout, momentum, averages, log lines and evaluations."""
+        """With dropout, momentum, log lines and evaluations."""
         self.where = where
         self.folder = model_dir
         self.trained = False
         super().__init__(
             model_dir=model_dir,
             strategy=strategies.create(strategy),
-            precision="mixed_float16",
-            loss_scale="dynamic:initial_scale=2^10:growth_interval=5",
-            data_resume="skip" if where == "counted pipeline" else "exact",
-            actions=[Action(lambda _: self.block("action"), STEP)],
             log_interval=3,
-            checkpoint_interval=5,
+            checkpoint_interval=INTERVAL,
             steps_per_loop=1 if where in {"hook", "graph in a hook"} else 100,
             verbose=False,
             seed=3,
@@ -65,12 +57,12 @@ class Blocked(Linear):
 
     def compute_loss(self, batch, training):
         """Squared errors."""
-        predictions = tf.cast(self.model(batch["x"], training=training), tf.float32)
+        predictions = self.model(batch["x"], training=training)
         return (predictions[:, 0] - batch["slope"]) ** 2
 
     def build_optimizer(self):
-        """With state, and a moving average of the weights."""
-        return keras.optimizers.SGD(0.0125, momentum=0.5, use_ema=True, ema_momentum=0.5)
+        """With state."""
+        return keras.optimizers.SGD(0.0125, momentum=0.5)
 
     def block(self, where):
         """Waits if the run is to be blocked here."""
@@ -80,16 +72,6 @@ class Blocked(Linear):
         if where == self.where and not (self.folder.parent / "go").exists():
             (self.folder / "blocked").touch()
             threading.Event().wait()
-
-    def on_train_begin(self):
-        """May block."""
-        self.block("begin")
-
-    def on_log(self, step, values):
-        """May block."""
-        del values
-        if step > STEP:
-            self.block("log")
 
     def on_loop_begin(self, step):
         """The pipeline cannot say by itself that it is blocked."""
@@ -124,17 +106,6 @@ def data(trainer):
         return lambda: late_batches(trainer, late)
     if trainer.where == "pipeline":
         return late_pipeline(str(trainer.folder.parent / "go*"), late)
-    if trainer.where == "counted pipeline":
-
-        def blocking(number):
-            if number + 1 == late:
-                trainer.block(trainer.where)
-            return number
-
-        def batch(number):
-            return batch_of(tf.ensure_shape(tf.py_function(blocking, [number], tf.int64), []))
-
-        return tf.data.Dataset.range(9).map(batch)
     return tf.data.Dataset.range(9).shuffle(9, seed=1).map(batch_of)
 
 
@@ -180,9 +151,9 @@ def train(model_dir, where, strategy="default"):
     return [each.tobytes() for found in all_copies(trainer).values() for each in found]
 
 
-def main(model_dir, where, stop_secs, strategy="default"):
-    """Trains, and is left some seconds after SIGTERM."""
-    stop_signals.STOP_SECS = float(stop_secs)
+def main(model_dir, where, grace_secs, strategy="default"):
+    """Trains, and ends some seconds after SIGTERM."""
+    stop_signals.GRACE_SECS = float(grace_secs)
     train(pathlib.Path(model_dir), where, strategy)
 
 

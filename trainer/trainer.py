@@ -114,7 +114,6 @@ from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
 from trainer.run.follow import calls_of
 from trainer.run.identity import evaluated_of
-from trainer.run.leaving import Leaving
 from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
@@ -412,7 +411,6 @@ class Trainer(Task):
         self._history = History()
         self._lent_metrics: MetricsByName = {}
         self._running: int | None = None  # the thread in which `train` takes steps
-        self._lent: list[contextlib.ExitStack] = []  # what evaluations have to put back
         self._averaging = False  # whether the model has averaged weights for the user's program
         self.stop_asked = False
         self._begun = False  # whether a run has begun or was resumed, even without steps to take
@@ -632,7 +630,6 @@ class Trainer(Task):
         self._end_online()
         self._withdraw_stop()
         with only_writer(folder), self._with_workers(), StopSignals(self.stop) as signals:
-            leaving = Leaving(signals)
             known, data = self._read_train_data(train_data, steps, epochs, global_batch)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
@@ -650,15 +647,15 @@ class Trainer(Task):
             request = evaluations._replace(target=target, due=due)
             check_same_run(self, self._parts, position, request, evaluated)
             self._settle_compile_mode(data, target, log, position)
-            loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
+            loop = OuterLoop(self, self._parts, position, self._watch, log, request, signals)
             self._loop = loop
             self._begin(loop, target, None if known else (train_data, global_batch, position))
             loop.note_setup()
-            self._take_steps(loop, leaving)
+            self._take_steps(loop)
             summary = loop.conclude(began)
-            self._call_hook(leaving, "on_train_end", summary)
+            self._call_hook("on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
-            leaving.end_process(others=asked, blocked=position.given_up)
+            signals.end_process(others=asked)
         return summary
 
     def _with_workers(self) -> contextlib.AbstractContextManager[None]:
@@ -673,19 +670,19 @@ class Trainer(Task):
             return contextlib.nullcontext()
         return worker_loss_explained(self.strategy, progress)
 
-    def _take_steps(self, loop: OuterLoop, leaving: Leaving) -> None:
+    def _take_steps(self, loop: OuterLoop) -> None:
         """Calls `on_train_begin` and runs the loop; changes of settings are refused meanwhile."""
         self._running = threading.get_ident()
         try:
-            self._call_hook(leaving, "on_train_begin")
+            self._call_hook("on_train_begin")
             loop.run()
         finally:
             self._running = None
 
-    def _call_hook(self, leaving: Leaving, hook: str, *arguments: Any) -> None:
+    def _call_hook(self, hook: str, *arguments: Any) -> None:
         """Calls a hook, unless this call of `train` has been left to a later one."""
         if not self._parts.checkpoints.deferred:
-            leaving.call(lambda: self.call_hook(hook, *arguments))
+            self.call_hook(hook, *arguments)
 
     def train_on_batch(self, batch: Any, *, return_aux: bool = False) -> Any:
         """Takes one step with a batch: for data that is made during training.
@@ -1129,7 +1126,6 @@ class Trainer(Task):
         self._check_form(first_batch(found))
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
-            Leaving(signals)  # a blocked evaluation has nothing to save
             calls = calls_of(
                 self,
                 model_dir,
@@ -1187,7 +1183,8 @@ class Trainer(Task):
         with (
             self._reading("data"),
             self._with_workers(),
-            self._lending(self._model_put_back(predicts=True), self._weights(averaged)),
+            self._model_put_back(predicts=True),
+            self._weights(averaged),
         ):
             return self._parts.evaluator.predict(found.dataset, precision)
 
@@ -1204,7 +1201,7 @@ class Trainer(Task):
                 steps are taken or saved inside.
         """
         self._check_started("averaged_weights")
-        with self._lending(self._weights(averaged=True)):
+        with self._weights(averaged=True):
             self._averaging = True
             try:
                 yield
@@ -1308,7 +1305,7 @@ class Trainer(Task):
         """
         self._check_started("export")
         check_export(self.model, path, precision)
-        with self._lending(self._weights(averaged)), random_numbers_kept():
+        with self._weights(averaged), random_numbers_kept():
             return export(self.model, local_path(path), precision, compare_on, self._inputs)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
@@ -1423,7 +1420,7 @@ class Trainer(Task):
 
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model, with the weights that are evaluated, into a folder."""
-        with self._lending(self._weights(averaged=None)):
+        with self._weights(averaged=None):
             export_model(self.model, folder)
 
     def _evaluate(
@@ -1438,12 +1435,12 @@ class Trainer(Task):
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
 
         def evaluate(dataset: tf.data.Dataset) -> Results | None:
-            with self._lending(self._model_put_back()):
+            with self._model_put_back():
                 return self._parts.evaluator.evaluate(dataset, precision, stoppable=stoppable)
 
         self._evaluating = True
         try:
-            with self._reading(argument), self._lending(self._weights(averaged)):
+            with self._reading(argument), self._weights(averaged):
                 return evaluate_each(found, evaluate)
         finally:
             self._evaluating = False
@@ -1477,21 +1474,6 @@ class Trainer(Task):
             yield
         finally:
             self.data_argument = before
-
-    @contextlib.contextmanager
-    def _lending(self, *contexts: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-        """Enters context managers that `put_weights_back` leaves if what is inside is blocked."""
-        with contextlib.ExitStack() as lent:
-            self._lent.append(lent)
-            lent.callback(self._lent.remove, lent)
-            for context in contexts:
-                lent.enter_context(context)
-            yield
-
-    def put_weights_back(self) -> None:
-        """Ends the use of averaged weights in evaluations that are blocked, if there are any."""
-        for lent in reversed([*self._lent]):
-            lent.close()
 
     def _start(
         self, batch: Batch, forward: Forward | None = None, *, training: bool = True

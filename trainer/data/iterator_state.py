@@ -11,17 +11,13 @@ iterator over a single pass is therefore saved as well. No element is ever taken
 iterator, so it is always at the beginning and holds the counts of all shuffles.
 """
 
-import concurrent.futures
-import contextlib
 import pathlib
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from strategies.division import count_examples
-from trainer.base.atomic_files import UNFINISHED
 from trainer.data.batches import Batches
 from trainer.data.fingerprint import Fingerprint, of_pipeline
 from trainer.data.pipeline_graph import description, pipeline_graph
@@ -32,8 +28,6 @@ RESUME_MODES = ("exact", "skip", "restart")
 OF_A_PASS = "global_batch", "data"  # the entries of `run.json` that say how long a pass is
 # The entry of `run.json` that says that no call of `train` was reading its data.
 BETWEEN_CALLS = "between_calls"
-POLL_SECS = 0.05
-COUNTED = "data.counted"  # a file instead of the iterator's state; see `given_up`
 
 
 class DataPosition:
@@ -45,9 +39,6 @@ class DataPosition:
             and drops as many batches as were taken; "restart" begins a new pass.
 
     Attributes:
-        given_up: whether the iterator may wait for data without end, so that its state cannot be
-            read. An exact position is then saved as the number of batches: a pipeline that can be
-            resumed exactly yields the same batches again, only later.
         taken: number of batches taken since the run began to read this data.
         left_out: how many of these no step has used.
         began: the step of the run at which it began to read this data.
@@ -55,7 +46,6 @@ class DataPosition:
         since: the step after which checkpoints hold the position in this data.
     """
 
-    given_up = False
     taken = left_out = began = epochs_before = since = 0
 
     def __init__(self, data: Batches, resume_mode: str) -> None:
@@ -200,29 +190,13 @@ class DataPosition:
             self.pipeline = description(graph)
             self.content = of_pipeline(graph)
 
-    def give_up(self) -> None:
-        """Reads the iterator's state no longer if it takes long. Any thread may call it."""
-        self.given_up = True
-
     def write(self, folder: str) -> None:
-        """Writes the position into a folder if the resume mode is "exact"."""
-        if self.resume_mode != "exact":
-            return
-        staging = f"{folder}.data{UNFINISHED}"
-        tf.io.gfile.makedirs(staging)
-        # A pipeline's state cannot be read while it waits for data. So another thread reads it.
-        try:
-            written = call_unless(lambda: self.given_up, lambda: self._write_iterators(staging))
-        except tf.errors.OpError:
-            tf.io.gfile.rmtree(staging)
-            raise
-        if not written:
-            with tf.io.gfile.GFile(f"{folder}/{COUNTED}", "w") as file:
-                file.write("The number of batches is in run.json.\n")
-            return
-        for name in tf.io.gfile.listdir(staging):
-            tf.io.gfile.rename(f"{staging}/{name}", f"{folder}/{name}", overwrite=True)
-        tf.io.gfile.rmtree(staging)
+        """Writes the position into a folder if the resume mode is "exact".
+
+        Waits as long as the pipeline waits for data: its state cannot be read meanwhile.
+        """
+        if self.resume_mode == "exact":
+            self._write_iterators(folder)
 
     def _write_iterators(self, folder: str) -> None:
         """Writes the states of both iterators into a folder."""
@@ -242,13 +216,12 @@ class DataPosition:
         Raises:
             tf.errors.OpError: if no position was saved, or if it was saved in a different pipeline.
         """
-        counted = self.resume_mode == "exact" and (folder / COUNTED).exists()
-        if self.resume_mode == "exact" and not counted:
+        if self.resume_mode == "exact":
             tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
             # Restored last, because restoring the other iterator starts a pass.
             counts = self._shuffle_counts or self._uncounted()
             tf.train.Checkpoint(iterator=counts).read(str(folder / "counts"))
-        elif self.resume_mode == "skip" or counted:
+        elif self.resume_mode == "skip":
             if self.taken:
                 self.iterator = iter(self._dataset)
             self.drop(batches_taken)
@@ -269,33 +242,6 @@ class DataPosition:
         for _ in range(count):
             next(self.iterator)
         self.taken += count
-
-
-def call_unless(given_up: Callable[[], bool], function: Callable[[], object]) -> bool:
-    """Calls a function, and leaves it alone in its thread if it takes long and is given up.
-
-    Args:
-        given_up: whether to wait no longer; called again and again.
-        function: may be blocked for ever.
-
-    Returns:
-        Whether the function has ended.
-    """
-    result: concurrent.futures.Future[object] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # raised below
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    while True:
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            result.result(timeout=POLL_SECS)
-            return True
-        if given_up():
-            return False
 
 
 def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:

@@ -53,12 +53,10 @@ def run_steps(
     def body(index: tf.Tensor, limit: tf.Tensor, kept: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         del limit, kept
         following = index + 1
-        with tf.control_dependencies([pending.wait()]):
-            batch, waited = timed_next(iterator)
-        with tf.control_dependencies([pending.arrived(batch)]):
-            report = call_user(train_step, batch)
-            pending.write(index, following, report, waited)
-            limit = limit_unless_ended()
+        batch, waited = timed_next(iterator)
+        report = call_user(train_step, batch)
+        pending.write(index, following, report, waited)
+        limit = limit_unless_ended()
         if not keep_overflows:
             return following, limit, ()
         return following, tf.where(report.consecutive_skips == 1, 0, limit), batch

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
-from trainer.loop.pending import HELD
 from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, report_spec
 from trainer.step.state import TrainState
@@ -57,8 +55,6 @@ class RemoteSteps:
         self._max_queued = QUEUED_PER_WORKER * sum("/job:worker/" in name for name in names)
         self._plan, self._run, self._stop = plan, run, stop
         self._step = tf.function(train_step)
-        self._lock = threading.Lock()  # of the two flags
-        self._waiting = self._held = False
         self._scheduled: collections.deque[RemoteReport] = collections.deque()
         self._before = 0  # steps attempted before this call
         self._reports: list[StepReport] = []  # of this call's steps, in the order of the batches
@@ -104,7 +100,7 @@ class RemoteSteps:
             if self._stop.numpy() or self._halted:
                 break
             start = time.perf_counter()
-            batch = self._next(iterator)
+            batch = next(iterator)
             self._waits.append(time.perf_counter() - start)
             self._scheduled.append(self._coordinator.schedule(self._step, args=(batch,)))
             while len(self._scheduled) > self._max_queued:
@@ -125,34 +121,11 @@ class RemoteSteps:
         with contextlib.suppress(tf.errors.OpError):
             self._coordinator.join()
 
-    def _next(self, iterator: tf.data.Iterator) -> Any:
-        """Returns the next batch."""
-        self._waiting = True
-        try:
-            batch = next(iterator)
-        finally:
-            with self._lock:
-                self._waiting, held = False, self._held
-        if held:
-            raise tf.errors.CancelledError(None, None, HELD)
-        return batch
-
     def _finish(self) -> None:
         """Waits for the steps that are scheduled."""
         while self._scheduled:
             self._fetch()
         self._run.consecutive_skips.assign(self._skips)
-
-    def hold(self) -> bool:
-        """Keeps the call from its next step if it waits for data, and returns whether it does.
-
-        Any thread may call it. It waits for the steps that are scheduled.
-        """
-        with self._lock:
-            self._held = self._waiting
-        if self._held:
-            self._finish()
-        return self._held
 
     def read(self, count: int) -> StepReport:
         """Returns the reports of the call's first steps, each field with shape (count, ...)."""

@@ -1,24 +1,15 @@
-"""What another thread can learn of a running inner loop, and how it keeps the loop from a step.
-
-An inner loop is one graph call, which may wait for data without end. While it waits, the variables
-are those behind its last step. So the run can be saved then, with two things that this file
-provides: the reports of the steps that the loop has taken, which it returns only when it ends; and
-a way to keep the next step from beginning while the variables are read.
-"""
-
-from typing import Any
+"""The reports of a running inner loop, in variables: they are there even if the loop fails."""
 
 import tensorflow as tf
 
 from trainer.step.report import StepReport, report_spec
 from trainer.step.report_bits import bits_of, packed, unpacked
 
-HELD = "the run has been left while it waited for data"  # the error of a loop that is held back
 HOST = "CPU:0"
 
 
 class Pending:
-    """The reports of a running inner loop, and a gate between its batches and its steps.
+    """The reports of a running inner loop.
 
     The reports are kept where they are computed: the host would have to wait for each step to copy
     its report from an accelerator. Everything else is in plain variables on the host. Create them
@@ -31,7 +22,7 @@ class Pending:
     """
 
     def __init__(self, recorded: int = 0, float8: int = 0, *, device: str = HOST) -> None:
-        """Creates the variables; no report is kept yet, and the gate is open."""
+        """Creates the variables; no report is kept yet."""
         self._specs = report_spec(recorded, float8)
         self._device = device
         self._width = int(packed(zeros(self._specs), self._specs).shape[0])
@@ -39,8 +30,6 @@ class Pending:
             self._rows = rows_variable(tf.int64, self._width, name="reports")
         with tf.device(HOST):
             self._waits = rows_variable(tf.float64, name="waits")
-            self._waiting = tf.Variable(initial_value=False, trainable=False, name="waiting")
-            self._free = tf.Variable(initial_value=True, trainable=False, name="free")
 
     def begin(self, num_steps: tf.Tensor) -> None:
         """Forgets the last loop's reports, and makes room for those of `num_steps` steps."""
@@ -48,17 +37,6 @@ class Pending:
             self._rows.assign(tf.zeros([num_steps, self._width], tf.int64))
         with tf.device(HOST):
             self._waits.assign(tf.zeros([num_steps], tf.float64))
-
-    def wait(self) -> tf.Operation:
-        """Notes that the loop waits for a batch from here on."""
-        return self._waiting.assign(value=True, read_value=False)
-
-    def arrived(self, batch: Any) -> tf.Operation:
-        """Notes that the batch is there. Fails if `hold` has been called: no step may begin."""
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            arrived = self._waiting.assign(value=False, read_value=False)
-        with tf.control_dependencies([arrived]), tf.device(HOST):
-            return tf.debugging.Assert(self._free.read_value(), [HELD])
 
     def write(
         self, index: tf.Tensor, following: tf.Tensor, report: StepReport, waited: tf.Tensor
@@ -86,20 +64,6 @@ class Pending:
             reports = unpacked(rows[:count], self._specs)
             waits = tf.cast(self._waits.read_value()[:count], tf.float32)
             return reports._replace(data_wait_secs=waits)
-
-    def hold(self) -> bool:
-        """Keeps the loop from its next step if it waits for a batch, and returns whether it does.
-
-        Any thread may call it. If the batch arrives at this very moment, the loop may end with
-        InvalidArgumentError although the answer is False.
-        """
-        # The loop sets `waiting` to False first and reads `free` afterwards; here the order is the
-        # opposite one. So whichever comes first, the loop does not begin a step if this is True.
-        self._free.assign(value=False)
-        if self._waiting.numpy():
-            return True
-        self._free.assign(value=True)
-        return False
 
 
 def rows_variable(dtype: tf.DType, *shape: int, name: str) -> tf.Variable:

@@ -17,7 +17,6 @@ from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
 from trainer.replay.recorder import keep_overflow
-from trainer.run.leaving import Leaving
 from trainer.run.outer_loop import OuterLoop, TrainRequest
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.step.microbatch import Rows
@@ -103,7 +102,7 @@ class OnlineLoop(OuterLoop):
     ) -> None:
         """Begins to wait for the first batch."""
         request = request._replace(target=ENDLESS)
-        super().__init__(trainer, parts, position, watch, log, request, Leaving())
+        super().__init__(trainer, parts, position, watch, log, request)
         self.parts = parts
         self._held = contextlib.ExitStack()  # the lock of the folder, and the trackers' run
         self._waiting_since = time.perf_counter()
@@ -205,6 +204,6 @@ class OnlineLoop(OuterLoop):
             self._call_user(self._reporter.write)
             if save:
                 self._saver.save(self._step)
-            self._parts.checkpoints.wait()
+            self._saver.wait()
         finally:
             self.release()

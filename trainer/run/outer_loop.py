@@ -10,6 +10,7 @@ first and includes the effects of all earlier items.
 import contextlib
 import functools
 import pathlib
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,18 +32,17 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import crossed, next_stop
-from trainer.loop.pending import HELD
 from trainer.replay.recorder import keep_overflow
 from trainer.run.changes import check_trained_as_saved
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
-from trainer.run.leaving import Leaving, Phase
 from trainer.run.lost_worker import WorkerLostError, worker_loss_explained
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver
 from trainer.run.silent_members import silent_members_end_the_run
+from trainer.run.stop_signals import StopSignals, end
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.report import StepReport
 
@@ -77,7 +77,7 @@ class OuterLoop:
         watch: the loss watch, which detects divergence, or None.
         log: the run's log.
         request: the arguments of this call of `train`.
-        leaving: leaves what blocks the run after a stop signal.
+        signals: the stop signals; None if the run does not hear of any.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class OuterLoop:
         watch: LossWatch | None,
         log: RunLog,
         request: TrainRequest,
-        leaving: Leaving,
+        signals: StopSignals | None = None,
     ) -> None:
         """Prepares saving and reporting and, if asked for, rollbacks and profiling."""
         self._trainer = trainer
@@ -96,10 +96,10 @@ class OuterLoop:
         self._position = position
         self._log = self.log = log
         self._request = request
-        self._leaving = leaving
+        self._signals = signals
         self._step = self._start = Totals.from_state(parts.state).attempted
         self._resumed = parts.checkpoints.latest is not None
-        self._saver = RunSaver(trainer, parts, position, watch, log)
+        self._saver = RunSaver(trainer, parts, position, watch, log, signals)
         self._reporter = Reporter(trainer, parts, log, watch, request.target, self._call_user)
         self._watch, self._recovery = watch, None
         self._went_on_at: int | None = None  # where this call went on after another one
@@ -149,7 +149,6 @@ class OuterLoop:
         if first and not (self._step or self._resumed):
             self._log.set_aside()
         self.check(first=first)
-        self._leaving.begin(self._leave, self._position.give_up)
 
     def _tell_callbacks(self) -> None:
         """Tells the callbacks about the run, and checks that it has the numbers they wait for."""
@@ -248,9 +247,8 @@ class OuterLoop:
         try:
             self._run()
         except Exception as error:
-            if isinstance(error, WorkerLostError):
-                stopped = f"stopped after step {self._step}: {UNSAVED}"
-                self._leaving.others_ended(f"{stopped}. WorkerLostError: {error}")
+            if isinstance(error, WorkerLostError) and self._terminated():
+                end(f"stopped after step {self._step}: {UNSAVED}. WorkerLostError: {error}")
             self._finish_saving(error)
             self._log.log_failure(self._step, error)
             raise
@@ -258,7 +256,7 @@ class OuterLoop:
     def _finish_saving(self, error: Exception) -> None:
         """Waits for a checkpoint that is still written when the run ends with an error."""
         try:
-            self._parts.checkpoints.wait()
+            self._saver.wait()
         except CheckpointError as failed:
             error.add_note(f"A checkpoint could not be written: {failed}")
 
@@ -281,7 +279,7 @@ class OuterLoop:
                     self._after_inner_loop(before)
             if self._step < self._request.target:
                 self._end_early()
-            self._parts.checkpoints.wait()
+            self._saver.wait()
 
     def _catch_up(self) -> None:
         """Evaluates and saves what has to be before the first step."""
@@ -394,12 +392,9 @@ class OuterLoop:
         if self._profile:
             self._profile.before(before)
         try:
-            with self._leaving.in_steps(self._parts.pending.hold), self._preparing():
+            with self._preparing():
                 report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
         except tf.errors.OpError as error:
-            if HELD in error.message:
-                self._account_for(self._pending_steps())
-                return
             self._explain(error)
             self.failure = error
             raise
@@ -432,30 +427,6 @@ class OuterLoop:
         self._log.add(report, self._step, compiling=before == self._start)
         self._position.taken += taken
 
-    def _pending_steps(self) -> StepReport:
-        """Returns the reports of an inner loop that was left while it waited for data."""
-        self._position.give_up()
-        taken = Totals.from_state(self._parts.state).attempted - self._step
-        return self._parts.pending.read(taken)
-
-    def _leave(self, phase: Phase) -> str:
-        """Saves the run while the main thread is blocked. The thread of the stop signals calls it.
-
-        Args:
-            phase: what the main thread is in.
-
-        Returns:
-            What to tell the user.
-        """
-        if strategies.has_workers(self._trainer.strategy):  # they may be in the middle of a step
-            return f"stopped after step {self._step}, {phase.value}: {UNSAVED}"
-        if phase is Phase.STEPS:
-            self._account_for(self._pending_steps())
-        self._trainer.put_weights_back()
-        self._end_early()
-        self._parts.checkpoints.wait()
-        return f"left at step {self._step}, {phase.value}"
-
     def _next_stop(self) -> int:
         """Returns the step at which the next inner loop ends."""
         trainer = self._trainer
@@ -480,7 +451,7 @@ class OuterLoop:
         else:
             self._account_for(self._parts.pending.read(taken))
         self._position.leave_out_one()  # the failed step's batch
-        self._parts.checkpoints.wait()
+        self._saver.wait()
         latest, target = self._parts.checkpoints.latest, self._request.target
         explain(error, done, target, latest, self._position.error)
 
@@ -540,6 +511,10 @@ class OuterLoop:
         self._tell_where_epochs_begin()
         return True
 
+    def _terminated(self) -> bool:
+        """Returns whether SIGTERM was received: that is why another worker has ended, too."""
+        return self._signals is not None and self._signals.received is signal.SIGTERM
+
     def _stop_asked(self) -> bool:
         return bool(strategies.any_worker(self._trainer.stop_asked, self._trainer.strategy))
 
@@ -576,14 +551,14 @@ class OuterLoop:
         self._log.say(f"stopped at step {self._step} of {self._request.target}, as asked")
 
     def _call_user(self, function: Callable[[], object]) -> None:
-        """Calls code of the user: saves the run if it raises, and may leave it after a stop signal.
+        """Calls code of the user, and saves the run if it raises.
 
         A run that has diverged is not saved, and neither is one of several workers, unless all of
         them raise the error: the others do not know of it, and are elsewhere. Use this only between
         steps.
         """
         try:
-            self._leaving.call(function)
+            function()
         except Exception as error:
             several = strategies.has_workers(self._trainer.strategy)
             if several and not isinstance(error, UnequalLengthsError):
@@ -594,7 +569,7 @@ class OuterLoop:
                 saved = ". The run was not saved, because it has diverged."
             else:
                 self._saver.save(self._step)
-                self._parts.checkpoints.wait()
+                self._saver.wait()
                 saved = ". The run was saved." if self._parts.checkpoints.latest else ""
             error.add_note(f"raised at step {self._step}{saved}")
             raise

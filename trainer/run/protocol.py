@@ -45,9 +45,6 @@ class RunSteps(Protocol):
 class PendingSteps(Protocol):
     """What is known of an inner loop while it runs: `loop.pending.Pending`, or `RemoteSteps`."""
 
-    def hold(self) -> bool:
-        """Keeps the loop from its next step if it waits for data, and returns whether it does."""
-
     def read(self, count: int) -> StepReport:
         """Returns the reports of the loop's first steps, each field with shape (count, ...)."""
 
@@ -183,9 +180,6 @@ class RunnableTrainer(Protocol):
 
     def label_ranges(self, batch: Batch) -> Sequence[LabelRange]:
         """Returns the ranges of a batch's labels, as far as they are known."""
-
-    def put_weights_back(self) -> None:
-        """Ends the use of averaged weights in an evaluation that is running."""
 
     def overrides(self, hook: str) -> bool:
         """Returns whether the trainer or one of its callbacks has a hook."""

@@ -1,5 +1,6 @@
 """Saves a run with everything that is needed to resume it, and resumes it."""
 
+import contextlib
 import pathlib
 import time
 from collections.abc import Collection, Mapping
@@ -21,6 +22,7 @@ from trainer.log.summary import Totals
 from trainer.run.identity import all_optimizers
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import facts_of, optimizers_of
+from trainer.run.stop_signals import StopSignals
 
 
 class RunSaver:
@@ -32,6 +34,7 @@ class RunSaver:
         position: the position in the training data.
         watch: the loss watch, which detects divergence, or None.
         log: the run's log, whose unfinished interval is saved; None if there is none.
+        signals: the stop signals, after which saving may take its time; None if there are none.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class RunSaver:
         position: DataPosition,
         watch: LossWatch | None,
         log: RunLog | None = None,
+        signals: StopSignals | None = None,
     ) -> None:
         """Notes the step of the restored checkpoint, if there is one, and the time."""
         self._trainer = trainer
@@ -48,6 +52,7 @@ class RunSaver:
         self._position = position
         self._watch = watch
         self._log = log
+        self._signals = signals
         self._saved_step = parts.checkpoints.facts.get("step")
         self._saved_time = time.monotonic()
         self.evaluation_due = False  # an evaluation of the current step has begun and not ended
@@ -191,12 +196,27 @@ class RunSaver:
             }
         )
 
-        def write(folder: str) -> None:
-            self._position.write(folder)
-            write_arrays(folder, arrays)
+        self.wait()
+        with contextlib.ExitStack() as saving:
 
-        self._parts.checkpoints.save(step, facts, write)
+            def write(folder: str) -> None:
+                self._position.write(folder)  # which may wait for data
+                saving.enter_context(self._unhurried())
+                write_arrays(folder, arrays)
+
+            if not self._trainer.is_chief:  # it waits for the chief
+                saving.enter_context(self._unhurried())
+            self._parts.checkpoints.save(step, facts, write)
         self._saved_step, self._saved_time = step, time.monotonic()
+
+    def wait(self) -> None:
+        """Waits until the current checkpoint is on disk."""
+        with self._unhurried():
+            self._parts.checkpoints.wait()
+
+    def _unhurried(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which a stop signal does not end the process."""
+        return self._signals.saving() if self._signals else contextlib.nullcontext()
 
     def _changes(self, saved: Facts, path: pathlib.Path) -> list[str]:
         """Returns the names of what has changed since a checkpoint; raises if one may not change.

@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT during a run: the first one saves and stops, the second exits at once.
 
-What blocks the run after the first one is left after some time; see `run/leaving.py`.
+A run that has not stopped some time after SIGTERM, because its data or a hook blocks, ends at its
+newest checkpoint.
 
 Python runs a signal handler only between two bytecode instructions, so a handler would have to wait
 until a graph call returns. The interpreter's C handler, however, writes the signal's number to a
@@ -8,6 +9,7 @@ socket at once (`signal.set_wakeup_fd`), and a thread reads it from there.
 """
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -15,16 +17,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again.
 EXIT_CODE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# How long the run may take to stop. Kubernetes kills 30 s after SIGTERM; saving takes time, too.
-STOP_SECS = 15.0
-AGAIN_SECS = 1.0  # time between two attempts to leave what blocks the run
+# How long a run may take to stop, without the time in which it saves. Kubernetes kills after 30 s.
+GRACE_SECS = 15.0
 
 # The type of the handlers that `signal.signal` takes and returns.
 Handler = Callable[[int, FrameType | None], object] | int | None
@@ -33,7 +34,9 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 class StopSignals:
     """Context manager: the first stop signal calls a function, the second ends the process.
 
-    Only a process's main thread may handle signals. In any other thread, the context does nothing.
+    `GRACE_SECS` after SIGTERM, the process ends with EXIT_CODE if the context has not ended by then
+    and nothing is being saved. Only a process's main thread may handle signals. In any other
+    thread, the context does nothing.
 
     Args:
         request_stop: called at the first signal, in a thread of its own.
@@ -44,13 +47,8 @@ class StopSignals:
         self._request_stop = request_stop
         self._handlers: dict[signal.Signals, Handler] = {}
         self.received: signal.Signals | None = None
-        # Called from `STOP_SECS` after the first signal on, in the thread of `request_stop`.
-        self.leave: Callable[[], object] = lambda: None
-        # Called in the main thread after `wake_main_thread`, with the frame that it was in.
-        self.on_main: Callable[[FrameType | None], object] | None = None
-        self._own = 0  # signals of `wake_main_thread` that the thread has not read
-        self._woken = False  # whether the main thread has not handled such a signal yet
-        self._leave_at: float | None = None  # when to call `leave`: a value of `time.monotonic()`
+        self._deadline: float | None = None  # a value of `time.monotonic()`
+        self._saving = False
 
     def __enter__(self) -> Self:
         """Installs a handler for both signals and starts the thread that reads them."""
@@ -77,6 +75,7 @@ class StopSignals:
         """Restores the previous handlers, and waits until earlier signals have been handled."""
         if self._handlers:
             self.restore_handlers()
+            self._deadline = None
             self._writer.shutdown(socket.SHUT_WR)  # ends the thread after the last byte
             self._thread.join()
             self._writer.close()
@@ -90,26 +89,24 @@ class StopSignals:
             signal.set_wakeup_fd(self._wakeup)
         self._handlers = {}
 
-    def wake_main_thread(self) -> None:
-        """Has the main thread call `on_main` as soon as it runs Python code."""
-        self._own += 1
-        self._woken = True
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context manager for writing files, which may take as long as it needs."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            if self._deadline:
+                self._deadline = time.monotonic() + GRACE_SECS
+            self._saving = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Leaves the signal to the thread that reads the socket, unless that one has sent it."""
-        del number
-        if self._woken and self.on_main:
-            self._woken = False
-            self.on_main(frame)
+        """Does nothing: the thread that reads the socket handles the signal."""
 
     def _listen(self) -> None:
         """Reads signal numbers, one byte each, until the other end of the socket is closed."""
         while byte := self._next_byte():
             if byte[0] not in SIGNALS:
-                continue
-            if self._own:
-                self._own -= 1
                 continue
             if self.received:
                 # Exit even if the write below fails or blocks, for example on a full pipe.
@@ -120,18 +117,19 @@ class StopSignals:
                 # half-written checkpoint has a temporary name, and the next run removes it.
                 os._exit(128 + byte[0])
             self.received = signal.Signals(byte[0])
-            self._leave_at = time.monotonic() + STOP_SECS
+            if self.received is signal.SIGTERM:
+                self._deadline = time.monotonic() + GRACE_SECS
             self._request_stop()
         self._reader.close()
 
     def _next_byte(self) -> bytes:
-        """Waits for a byte, and leaves what blocks the run when the time is over."""
+        """Waits for a byte. Ends the process if the grace time is over before."""
         while True:
-            left = self._leave_at and self._leave_at - time.monotonic()
+            left = self._deadline and self._deadline - time.monotonic()
             if left is not None and left <= 0:
-                self._leave_at = time.monotonic() + AGAIN_SECS
-                self.leave()
-                continue
+                if not self._saving:
+                    end(f"not stopped within {GRACE_SECS:g} s: ends at the newest checkpoint")
+                left = 1.0
             self._reader.settimeout(left)
             with contextlib.suppress(TimeoutError):
                 return self._reader.recv(1)
@@ -154,6 +152,20 @@ class StopSignals:
             raise interrupt
         if self.received or others:
             sys.exit(EXIT_CODE)
+
+
+def end(message: str) -> NoReturn:
+    """Ends the process with EXIT_CODE although its main thread may be blocked.
+
+    Args:
+        message: what to tell the user.
+    """
+    for child in multiprocessing.active_children():  # they would outlive a process that ends so
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
 
 
 # Contexts that were entered in this process; `restore_handlers` does nothing for closed ones.

@@ -52,13 +52,6 @@ def test_the_inner_loop_votes_before_each_batch():
     done, votes = [], iter([False, False, True])
 
     class Pending:
-        def wait(self):
-            return tf.no_op()
-
-        def arrived(self, batch):
-            assert batch == ()
-            return tf.no_op()
-
         def begin(self, count):
             return count * 0
 

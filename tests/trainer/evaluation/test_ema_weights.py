@@ -5,7 +5,6 @@ import threading
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, slopes
 
 from trainer import Action
@@ -140,29 +139,6 @@ def test_two_averages_are_refused(ema_momentum, message):
         )
 
     assert str(error.value) == message
-
-
-class Blocked(Linear):
-    """Notes its weight when a prediction is left, as after a stop signal."""
-
-    left = None
-
-    def predict_batch(self, batch):
-        """Acts like the signal's thread while the prediction is traced."""
-        with tf.init_scope():
-            self.put_weights_back()
-            self.left = self.weight
-        return super().predict_batch(batch)
-
-
-def test_a_prediction_that_is_left_does_not_keep_the_average():
-    """The run would be saved with the average in place of the weights."""
-    trainer = Blocked(ema_momentum=0.5, verbose=False)
-    trainer.train(slopes(1.0), 2, global_batch=1)
-    weight = trainer.weight
-    trainer.predict(slopes(1.0)["x"], global_batch=1)
-
-    assert (trainer.left, trainer.weight) == (weight, weight) == (-1.0, -1.0)
 
 
 def test_the_average_is_not_used_beside_a_run():

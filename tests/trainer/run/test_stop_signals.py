@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import random
@@ -12,9 +13,12 @@ import sys
 import threading
 import time
 
+import blocked_run
 import pytest
 import signalled_run
+from blocked_run import BLOCKS
 from helpers import Linear, slopes
+from jobs import workers
 from signalled_run import EVENTS, INTERVAL, SLOW, bits, data, events, make, train
 
 from trainer.checkpoint import folder
@@ -29,11 +33,22 @@ ONE_LONG = ["one long step", "one long save"]
 TARGET = 600  # more steps than any run takes before its signal
 PHASES = ["training", "evaluating", "saving", "acting", "saving in a thread"]
 
-SIGNALLED_TWICE = """
+WITHOUT_TENSORFLOW = """
 import importlib.util, os, signal, sys, time
 spec = importlib.util.spec_from_file_location("signals", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
+"""
+SLOW_TO_SAVE = """
+module.GRACE_SECS = 0.2
+with module.StopSignals(list) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    with stop.saving():
+        time.sleep(1.0)
+        print("saved", flush=True)
+    time.sleep(60)
+"""
+SIGNALLED_TWICE = """
 with module.StopSignals(list):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -419,7 +434,8 @@ def test_a_second_signal_ends_a_process_that_cannot_print(reader):
                 os.write(writing, bytes(4096))
         os.set_blocking(writing, True)
     process = subprocess.Popen(
-        [sys.executable, "-c", SIGNALLED_TWICE, stop_signals.__file__], stderr=writing
+        [sys.executable, "-c", WITHOUT_TENSORFLOW + SIGNALLED_TWICE, stop_signals.__file__],
+        stderr=writing,
     )
     os.close(writing)
     try:
@@ -511,3 +527,84 @@ def test_a_signal_ends_a_run_soon_and_saved(tmp_path, undisturbed, full):
     assert all(in_time)
     assert finish(tmp_path) == undisturbed
     assert first_loop_step(tmp_path) == step
+
+
+def test_saving_may_take_longer_than_the_grace_time():
+    """L22: the time in which a run is saved does not count; what blocks it afterwards does."""
+    command = [sys.executable, "-c", WITHOUT_TENSORFLOW + SLOW_TO_SAVE, stop_signals.__file__]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    assert (ended.returncode, ended.stdout) == (75, "saved\n")
+    assert ended.stderr.count("\n") == 1
+
+
+def log_of(model_dir):
+    """The lines of the log about steps and evaluations, without times."""
+    lines = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
+    return [
+        {name: value for name, value in line.items() if "second" not in name and "wait" not in name}
+        for line in lines
+        if line["split"] in {"train", "validation"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(where, marks=pytest.mark.thorough if where == "hook" else pytest.mark.slow)
+        for where in BLOCKS
+    ],
+)
+def test_a_blocked_run_ends_and_is_resumed(tmp_path, where):
+    """L22: one SIGTERM ends the process with 75 at its newest checkpoint. The same command then ends
+    with the bits and the log of a run that was never blocked.
+    """
+    path, undisturbed = tmp_path / "blocked" / "run", tmp_path / "undisturbed" / "run"
+    process = subprocess.Popen(
+        [sys.executable, blocked_run.__file__, str(path), where, "1"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+    )
+    try:
+        wait_until((path / "blocked").exists, process)
+        time.sleep(1.0)  # data that is read ahead is late before the steps are
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    finally:
+        process.kill()
+        process.wait()
+    # The pipeline is late while its position is saved.
+    unlike = {"first batch": None, "pipeline": None, "end": blocked_run.STEPS}
+    saved = unlike.get(where, blocked_run.INTERVAL)
+    assert max(folder.committed(path, "ckpt"), default=None) == saved
+    for each in (path, undisturbed):
+        each.mkdir(parents=True, exist_ok=True)
+        (each.parent / "go").touch()
+    assert blocked_run.train(path, where) == blocked_run.train(undisturbed, where)
+    assert log_of(path) == log_of(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["python data", "hook"])
+def test_blocked_workers_end(tmp_path, where):
+    """L22: the last of two workers is blocked and the other waits for it: both end with 75. The same
+    command then ends with the log of a job that was never blocked.
+    """
+
+    def job(model_dir):
+        model_dir.mkdir(parents=True, exist_ok=True)
+        strategy = "multi_worker_mirrored"
+        return workers(tmp_path, 2, "blocked_run.py", model_dir, where, 2.0, strategy)
+
+    blocked, undisturbed = tmp_path / "blocked" / "run", tmp_path / "undisturbed" / "run"
+    with job(blocked) as started:
+        started.wait_until((blocked / "blocked").exists)
+        time.sleep(1.0)
+        for process in started.processes:
+            process.send_signal(signal.SIGTERM)
+        assert set(started.wait()) == {75}, started.output()
+    assert max(folder.committed(blocked, "ckpt")) == blocked_run.INTERVAL
+    for path in (blocked, undisturbed):
+        (path.parent / "go").touch()
+        with job(path) as started:
+            assert started.wait() == [0, 0], started.output()
+    assert log_of(blocked) == log_of(undisturbed)
