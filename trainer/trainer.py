@@ -428,7 +428,7 @@ class Trainer(Task):
         super().__setattr__(name, as_python(value) if name in CHANGEABLE else value)
         if name == "optimizer":
             self.has_optimizer = True
-        own = vars(self).get("_own", {name})  # which the constructor has made
+        own = getattr(self, "_own", {name})  # which the constructor has made
         if name not in own and tf.executing_eagerly() and not (self._running or self._evaluating):
             self.edits += 1  # traced methods may read the attribute
 
