@@ -21,7 +21,6 @@ from absl import app, flags
 from keras import layers
 from models import Work, work_of
 from turns import (
-    by_machine,
     in_turn,
     measured,
     measured_into,
@@ -132,7 +131,7 @@ def main(_):
     rows = [(what, size) for what in FLAGS.growing for size in ROWS[what]]
     by_title = {f"{what}: {size:,}": f"--row={what},{size}" for what, size in rows}
     results = measured_into(RESULTS, by_title)
-    text = by_machine(results, shown)
+    text = "\n\n".join(f"### {name}\n\n{shown(parts)}" for name, parts in results.items())
     write_between(PAGE, "growth.py", text)
     print(text)
 

@@ -14,20 +14,18 @@ compiles eight cells at once, and measures one at a time. Several processes shar
 TF_FORCE_GPU_ALLOW_GROWTH=true.
 """
 
-from contenders import by_hand, fit, ours, trainer_of  # isort: skip  # configures TensorFlow
+from contenders import by_hand, fit, ours  # isort: skip  # configures TensorFlow
 
 import functools
 import importlib.util
 import pathlib
 import statistics
-import time
 
 import tensorflow as tf
 from absl import app, flags
 from models import POLICIES, WIDTH, WINDOW, WORDS, work_of
 from turns import (
     Contender,
-    by_machine,
     in_turn,
     machine,
     measured,
@@ -39,8 +37,7 @@ from turns import (
     write_between,
 )
 
-from trainer.data.batches import batches
-from trainer.run.compile_autotune import has_only_scalar_kernels, settle
+from trainer.run.compile_mode import has_avx512
 from trainer.step.xla import WITH_PASSES
 
 FLAGS = flags.FLAGS
@@ -58,22 +55,7 @@ flags.DEFINE_float("pair_secs", 0.25, "Target duration of an extra turn, in seco
 flags.DEFINE_float(
     "slow_secs", 2.0, "A contender whose step takes longer, in seconds, has a single turn."
 )
-flags.DEFINE_boolean("auto", True, "Also measure which mode jit_compile=auto chooses.")
 flags.DEFINE_boolean("pytorch", True, "Also measure PyTorch, if it is installed.")
-flags.DEFINE_multi_string(
-    "contender", [], "Measure only this one, such as 'fit, both'; one of `fit` and one of ours."
-)
-flags.register_multi_flags_validator(
-    ["contender", "auto"],
-    lambda given: (
-        not given["contender"]
-        or (
-            not given["auto"]
-            and {name.split(",")[0] for name in given["contender"]} >= {"fit", "ours"}
-        )
-    ),
-    "--contender needs --noauto, and at least one `fit` and one of ours.",
-)
 flags.DEFINE_integer("jobs", 1, "Number of processes that compile at once.", lower_bound=1)
 flags.DEFINE_string("cell", None, "MODEL,DTYPE: the cell to measure; set for subprocesses.")
 
@@ -98,7 +80,7 @@ def contenders(model, dtype):
     Where TensorFlow's own kernels are scalar loops, only `fit` and the trainer are run with them.
     """
     on_cpu = not tf.config.list_physical_devices("GPU")
-    scalar_loops = on_cpu and dtype != "float32" and has_only_scalar_kernels(dtype)
+    scalar_loops = on_cpu and (dtype == "float16" or (dtype == "bfloat16" and not has_avx512()))
     cell = (work_of(model), POLICIES[dtype])
     found = {"fit": lambda: fit(*cell)}
     for mode in MEASURED:
@@ -112,7 +94,7 @@ def contenders(model, dtype):
     found["by hand, XLA"] = lambda: by_hand(*cell, jit_compile=True)
     if FLAGS.pytorch and importlib.util.find_spec("torch") and model in IN_PYTORCH:
         found["PyTorch"] = lambda: pytorch(model, dtype)
-    return {name: found[name] for name in FLAGS.contender or found}
+    return found
 
 
 def pytorch(model, dtype):
@@ -125,36 +107,24 @@ def pytorch(model, dtype):
     return Contender(in_pytorch.steps_of(network, work_of(model).batch, dtype, device))
 
 
-def chosen(model, dtype):
-    """Returns the mode that jit_compile="auto" chooses, and the seconds it takes."""
-    trainer, data = trainer_of(work_of(model), POLICIES[dtype], jit_compile="auto")
-    parts, use = trainer._parts, trainer._use  # noqa: SLF001
-    found = batches(data, "data", trainer.strategy)
-    began = time.perf_counter()
-    settle(trainer, parts, found, 1, use)
-    mode = trainer._parts.plan.jit_compile  # noqa: SLF001
-    return {"mode": f"ours, {NAMES[mode]}", "secs": time.perf_counter() - began}
-
-
 def measure(model, dtype):
-    """Measures the milliseconds per step of every turn, by contender, and what "auto" chooses."""
+    """Measures the milliseconds per step of every turn, by contender."""
     found = {name: make() for name, make in contenders(model, dtype).items()}
     for take, multiple in found.values():
         take(multiple)  # traces and compiles
     ready()
     turns = in_turn(found, FLAGS.rounds, FLAGS.turn_secs, FLAGS.slow_secs)
-    best = fastest("fit", turns)
-    compared = {*pair_of(found), fastest("ours", turns), best}
+    compared = {*pair_of(found), fastest("ours", turns), fastest("fit", turns)}
     paired = in_turn({name: found[name] for name in compared}, FLAGS.pairs, FLAGS.pair_secs)
     measured({"millisecs": turns, "paired": paired})
-    if not FLAGS.auto:
-        return
-    ready()
-    auto = chosen(model, dtype)
-    if auto["mode"] not in compared:
-        both = {name: found[name] for name in (auto["mode"], best)}
-        paired |= in_turn(both, FLAGS.pairs, FLAGS.pair_secs)
-    measured({"auto": auto, "paired": paired})
+
+
+def default_on(device, dtype):
+    """Returns what jit_compile="auto" looks up; see `trainer.run.compile_mode`."""
+    if "NVIDIA" in device:
+        return "ours, one program"
+    lacking = dtype == "float16" or (dtype == "bfloat16" and "AVX-512" not in device)
+    return "ours, XLA" if lacking else "ours, plain"
 
 
 def pair_of(names):
@@ -182,37 +152,29 @@ def times(cells):
     return table(rows)
 
 
-def ratios(cells):
-    """Returns a table of ratios of the trainer, as "auto" chose, to the others, and their mean.
-
-    Where "auto" was not asked, the ratios are those of the trainer's fastest mode.
-    """
-    head = ["model, dtype", "auto chose", "in", "against the best fixed mode"]
-    head += ["against `fit`", "against PyTorch"]
+def ratios(device, cells):
+    """Returns a table of ratios of the trainer, in its default mode, to the others."""
+    head = ["model, dtype", "default", "against our best mode", "against `fit`", "against PyTorch"]
     head += ["against the best `fit` (95%)", "against by hand (95%)"]
     rows, by_cell = [head], {}
     for title, cell in cells.items():
         turns, paired = cell["millisecs"], cell["paired"]
-        auto = cell.get("auto", {"mode": fastest("ours", turns)})
-        others = [fastest("ours", turns), "fit", "PyTorch"]
+        default = default_on(device, title.split()[-1])
+        ours, best = fastest("ours", turns), fastest("fit", turns)
         against = [
-            f"{statistics.median(ratios_of(turns, auto['mode'], other)):.2f}"
-            if other in turns
-            else ""
-            for other in others
+            f"{statistics.median(ratios_of(turns, default, other)):.2f}" if other in turns else ""
+            for other in (ours, "fit", "PyTorch")
         ]
-        best = fastest("fit", turns)
-        longer = paired if {auto["mode"], best} <= paired.keys() else turns
-        to_best = ratios_of(longer, auto["mode"], best)
+        to_best = ratios_of(paired if {default, best} <= paired.keys() else turns, default, best)
         by_cell[title] = statistics.median(to_best)
+        by_hand_too = ratios_of(paired, *pair_of(paired)) if pair_of(paired) else None
         rows.append(
             [
                 title,
-                auto["mode"].removeprefix("ours, ") + ("" if "auto" in cell else " (fastest)"),
-                f"{auto['secs']:.0f} s" if "auto" in cell else "not asked",
+                default.removeprefix("ours, "),
                 *against,
                 with_interval(to_best),
-                with_interval(ratios_of(paired, *pair_of(paired))) if pair_of(paired) else "",
+                with_interval(by_hand_too) if by_hand_too else "",
             ]
         )
     averaged = [ratio for title, ratio in by_cell.items() if "float16" not in title.split()]
@@ -242,7 +204,11 @@ def main(_):
     cells = [(model, dtype) for model in FLAGS.models for dtype in FLAGS.dtypes]
     by_title = {f"{model}, {dtype}": f"--cell={model},{dtype}" for model, dtype in cells}
     results = measured_into(RESULTS, by_title, device(), FLAGS.jobs)
-    text = by_machine(results, lambda cells: f"{times(cells)}\n\n{ratios(cells)}")
+    text = "\n\n".join(
+        f"### {name}\n\n{times(cells)}\n\n{ratios(name, cells)}"
+        for name, cells in results.items()
+        if cells
+    )
     write_between(PAGE, "step_time.py", text)
     print(text)
 

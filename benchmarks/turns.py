@@ -139,11 +139,6 @@ def measured(found):
     print(json.dumps(found), flush=True)
 
 
-def by_machine(results, shown):
-    """Returns the text that `shown` makes of each machine's parts, under the machine's name."""
-    return "\n\n".join(f"### {name}\n\n{shown(parts)}" for name, parts in results.items())
-
-
 def ratios_of(turns, one, other):
     """Returns the ratios of two contenders in each round."""
     if len(turns[one]) != len(turns[other]):  # one was slow and had a single turn

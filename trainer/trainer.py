@@ -104,10 +104,11 @@ from trainer.run.changes import (
     setup_of,
     with_metric_variables,
 )
-from trainer.run.compile_autotune import (
+from trainer.run.compile_mode import (
     compilable_parts,
     initial_compile_mode,
-    settle,
+    parts_in_mode,
+    parts_of_auto,
     tracing,
 )
 from trainer.run.description import describe_trainer
@@ -767,7 +768,8 @@ class Trainer(Task):
         position = OnlinePosition(batch, self._trained_on[2] if self._trained_on else None)
         auto = self.compile_mode_open
         if auto:
-            settle(self, self._parts, position.data, 0, self._use)  # tries nothing
+            # Not that of a dry run: batches that are passed one by one may have any shape.
+            self._use(parts_in_mode(self.jit_compile, self, self._parts))
         if return_aux:
             parts, plan = self._parts, keeping_rows(self._parts.plan)
             own = parts_of_plan(self, plan, parts.state, parts.stop, parts.metrics)
@@ -930,23 +932,18 @@ class Trainer(Task):
         self, data: Batches, target: int, log: RunLog, position: DataPosition
     ) -> None:
         """Chooses the compile mode for the coming steps, if it has not been chosen yet."""
-        auto = self.compile_mode_open
-        steps_left = target - self.totals.attempted
-        if auto:
-            with log.console.busy("choosing what XLA compiles ..."):
-                settle(self, self._parts, data, steps_left, self._use)
-        if steps_left > 0:
+        if target > self.totals.attempted:
             with log.console.busy("tracing the training step ..."):
-                self._leave_xla_out_if_needed(tracing(position.iterator), auto=auto)
+                self._try_compile_mode(data, position.iterator)
         assign(self, "compile_mode_open", value=False)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
 
-    def _try_first_compile_mode(self, data: Batches) -> None:
-        """Takes the compile mode of a short run, for steps that belong to no run."""
-        if self.compile_mode_open:
-            settle(self, self._parts, data, 1, self._use)
-        trace = tracing(iter(repeat_first_batch(data)))
-        self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
+    def _try_compile_mode(self, data: Batches, iterator: tf.data.Iterator) -> None:
+        """Takes the compile mode for the data, if "auto" leaves it open, and traces the step."""
+        auto = self.compile_mode_open
+        if auto:
+            self._use(parts_of_auto(self, self._parts, data))
+        self._leave_xla_out_if_needed(tracing(iterator), auto=auto)
 
     def _leave_xla_out_if_needed(self, trace: Callable[[Parts], Any], *, auto: bool) -> None:
         """Replaces the parts if XLA cannot compile the step; see `compilable_parts`."""
@@ -1244,7 +1241,7 @@ class Trainer(Task):
         self._start(data.first)
         if found:
             self.checkpoint_config.check_results(self._result_names(found))
-        self._try_first_compile_mode(data)
+        self._try_compile_mode(data, iter(repeat_first_batch(data)))
         return dry_run(self, self._parts, data, evaluate if found else None)
 
     def overfit_one_batch(
@@ -1273,7 +1270,7 @@ class Trainer(Task):
         data = self._batches(train_data, global_batch)
         self.data_argument = "train_data"
         self._start(data.first)
-        self._try_first_compile_mode(data)
+        self._try_compile_mode(data, iter(repeat_first_batch(data)))
         return overfit(self, self._parts, data, steps)
 
     def export(

@@ -45,6 +45,7 @@ from trainer.run.silent_members import silent_members_end_the_run
 from trainer.run.stop_signals import StopSignals, end
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.report import StepReport
+from trainer.step.xla import WITH_PASSES
 
 Results = dict[str, float]
 
@@ -446,6 +447,8 @@ class OuterLoop:
         """Raises DataError if the data caused the error; otherwise adds a note to the error."""
         done = Totals.from_state(self._parts.state).attempted
         taken = done - self._step
+        if done == self._start and self._parts.plan.jit_compile in WITH_PASSES:
+            error.add_note("To run the step without XLA, pass jit_compile=False.")
         if strategies.is_asynchronous(self._trainer.strategy):  # workers may still be in steps
             self._position.taken += taken
         else:

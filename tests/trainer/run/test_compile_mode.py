@@ -1,35 +1,18 @@
-"""`jit_compile="auto"` chooses by device, precision, model and data, and a resumed run keeps it."""
+"""`jit_compile="auto"` looks up by device, precision, division and data what XLA compiles."""
 
-import contextlib
 import dataclasses
-import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import IMAGES, LABELS, SmallImages, adam, all_copies, assert_same_bits, trained_small
+from helpers import IMAGES, LABELS, SmallImages, adam
 
 import strategies
 from trainer import Trainer
-from trainer.data.batches import batches
-from trainer.data.errors import DataError
-from trainer.run import compile_autotune as compilation
+from trainer.run import compile_mode
 
 pytestmark = pytest.mark.sampled
-
-
-def layers():
-    """Layers of a small classifier."""
-    return [keras.layers.Flatten(), keras.layers.Dense(3)]
-
-
-def ready(kind=SmallImages):
-    """The arguments of `measure` for a trainer that has taken no step."""
-    trainer = kind(optimizer=adam, verbose=False)
-    data = batches((IMAGES, LABELS), "train_data", trainer.strategy, global_batch=len(IMAGES))
-    trainer._start(data.first)
-    return trainer, trainer._parts, data, [False, True], trainer._use
 
 
 class Counting(SmallImages):
@@ -55,31 +38,12 @@ def test_a_run_traces_its_loss_once(precision):
     assert trainer.jit_compile is (precision == "mixed_float16")
 
 
-@pytest.mark.thorough
-def test_a_resumed_run_keeps_its_mode(tmp_path):
-    """A resumed run computes in the mode that its checkpoint records."""
-    trained_small(jit_compile="elementwise", model_dir=tmp_path)
-    trainer = trained_small(steps=8, jit_compile="auto", model_dir=tmp_path)
-
-    assert trainer.jit_compile == "elementwise"
-
-
-LSTM_INPUTS = [(np.ones([4, size, 3], np.float32), np.ones([4, 1], np.float32)) for size in (5, 7)]
-
-
-def as_dataset(batches_of):
-    """A dataset whose spec leaves the length open."""
-    spec = (tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, 1]))
-    return tf.data.Dataset.from_generator(lambda: batches_of, output_signature=spec)
-
-
-@pytest.mark.parametrize("make", [list, as_dataset])
-@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_passes_over_several_shapes_are_not_compiled(make, several):
-    """XLA would compile a program for each, so a second shape leaves it out, also in float16 on a
-    CPU; an open size that is always the same does not.
-    """
-    data = make(LSTM_INPUTS if several else LSTM_INPUTS[:1] * 2)
+@pytest.mark.parametrize("known", [True, False])
+def test_passes_over_several_shapes_are_not_compiled(known):
+    """XLA would compile a program for each, also in float16 on a CPU."""
+    spec = (tf.TensorSpec([None, 5 if known else None, 3]), tf.TensorSpec([None, 1]))
+    batch = (np.ones([4, 5, 3], np.float32), np.ones([4, 1], np.float32))
+    data = tf.data.Dataset.from_generator(lambda: [batch, batch], output_signature=spec)
     trainer = Trainer(
         model=lambda: keras.Sequential([keras.Input([None, 3]), keras.layers.Dense(1)]),
         optimizer="sgd",
@@ -89,31 +53,18 @@ def test_passes_over_several_shapes_are_not_compiled(make, several):
     )
     trainer.train(data, steps=2)
 
-    assert trainer.jit_compile is (not several)
+    assert trainer.jit_compile is known
     assert trainer.totals.attempted == 2
 
 
-@pytest.mark.thorough
-def test_float16_on_a_cpu_is_compiled():
-    """A run in float16 on a CPU is compiled, because TensorFlow's own float16
-    convolution is a scalar loop.
-    """
-    trainer = trained_small(steps=1, jit_compile="auto", precision="mixed_float16")
+@pytest.mark.parametrize("precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("avx512", [True, False])
+def test_half_precision_that_the_cpu_lacks_is_compiled(monkeypatch, avx512, precision):
+    """TensorFlow computes float16, and bfloat16 without AVX-512, in scalar loops."""
+    monkeypatch.setattr(compile_mode, "has_avx512", lambda: avx512)
+    lacking = precision == "mixed_float16" or (precision == "mixed_bfloat16" and not avx512)
 
-    assert trainer.jit_compile is True
-
-
-@pytest.mark.parametrize(("secs", "compiled"), [(0.015, True), (0.002, False)])
-def test_bfloat16_begins_compiled_on_a_processor_without_it(monkeypatch, secs, compiled):
-    """A run in bfloat16 begins compiled on processors where TensorFlow computes it in scalar loops;
-    elsewhere it begins with nothing compiled.
-    """
-    monkeypatch.setattr(compilation, "gradient_secs", {"bfloat16": secs, "float32": 0.001}.get)
-    compilation.has_only_scalar_kernels.cache_clear()
-    trainer = Trainer(precision="mixed_bfloat16", verbose=False)
-    compilation.has_only_scalar_kernels.cache_clear()
-
-    assert trainer.jit_compile is compiled
+    assert Trainer(precision=precision, verbose=False).jit_compile is lacking
 
 
 class Augmented(SmallImages):
@@ -138,12 +89,8 @@ def test_a_step_that_xla_cannot_compile_runs_without_it(caplog):
     overfitted = trainer.overfit_one_batch((IMAGES, LABELS), 1, global_batch=8)
     trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
-    [line] = [record.getMessage() for record in caplog.records if "XLA" in record.getMessage()]
-    assert line == (
-        "XLA cannot compile 'turn_1/ImageProjectiveTransformV3', so TensorFlow runs the step "
-        "without XLA, which is slow in float16 on a CPU. To compile the step, apply such layers "
-        "to the data, with Dataset.map."
-    )
+    line = next(text for text in caplog.messages if "XLA" in text)
+    assert "'turn_1/ImageProjectiveTransformV3'" in line
     assert len(overfitted.losses) == 1
     assert trainer.totals.attempted == 1
     assert trainer.jit_compile is False
@@ -152,14 +99,9 @@ def test_a_step_that_xla_cannot_compile_runs_without_it(caplog):
 def test_a_step_that_xla_was_asked_to_compile_and_cannot_is_refused():
     """jit_compile=True is an error before the first step, in one line instead of dozens."""
     trainer = Augmented(optimizer=adam, jit_compile=True, verbose=False)
-    with pytest.raises(ValueError, match="turn") as error:
+    with pytest.raises(ValueError, match=r"`jit_compile`.*turn"):
         trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
-    assert str(error.value) == (
-        "`jit_compile` must not be True for a step with operations that XLA cannot compile; got "
-        "'turn_1/ImageProjectiveTransformV3'. TensorFlow would fail at the first step. Use "
-        '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
-    )
     assert trainer.totals.attempted == 0
 
 
@@ -177,20 +119,12 @@ class Sparse(SmallImages):
 @pytest.mark.thorough  # takes seconds
 def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog):
     """XLA may compute wrong numbers behind them: "auto" does not choose it, and True warns."""
-    remedy = (
-        'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
-        "for them."
-    )
-    instead = "So TensorFlow runs the step without XLA, which may be slow."
-    for mode, kept, what in (("auto", False, instead), (True, True, remedy)):
+    for mode, kept in (("auto", False), (True, True)):
         caplog.clear()
         trainer = Sparse(optimizer=adam, verbose=False, jit_compile=mode, precision="mixed_float16")
         trainer.train((IMAGES, LABELS), 1, global_batch=8)
         assert trainer.jit_compile is kept
-        assert caplog.messages[0] == (
-            "XLA may compute wrong numbers behind operations whose sizes depend on values, as "
-            f"'Where'. {what}"
-        )
+        assert "wrong numbers" in caplog.messages[0]
 
 
 def padded(batch):
@@ -225,19 +159,7 @@ def test_what_a_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, change, 
 
     assert trainer.jit_compile == trainer._parts.plan.jit_compile == mode
     assert trainer.totals.attempted == 2
-    warnings = {
-        None: [],
-        padded: [
-            "TensorFlow runs the step without XLA, which is slow on a GPU, because XLA compiles a "
-            f"program for each shape, and the data's element spec is {dataset.element_spec}. If all "
-            "examples have one shape, say so with tf.ensure_shape in Dataset.map; if not, pad them."
-        ],
-        as_strings: [
-            "XLA cannot compile batches with strings, so TensorFlow runs the step without XLA, which "
-            "is slow on a GPU. To compile the step, turn them into dense numbers, with Dataset.map."
-        ],
-    }
-    assert [each for each in caplog.messages if "XLA" in each] == warnings[change]
+    assert len([each for each in caplog.messages if "XLA" in each]) == bool(change)
 
 
 @pytest.mark.parametrize(
@@ -269,18 +191,6 @@ def test_batches_that_are_passed_one_by_one_are_not_compiled(monkeypatch):
     assert trainer.jit_compile is False
 
 
-def test_a_recorded_mode_is_kept_whatever_the_shapes(tmp_path):
-    """A resumed run computes as before, also in a mode that a new one would not begin with."""
-    several = padded(tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8))
-    for steps, mode in ((2, True), (4, "auto")):
-        trainer = SmallImages(
-            optimizer=adam, seed=1, verbose=False, jit_compile=mode, model_dir=tmp_path
-        )
-        trainer.train(several, steps=steps)
-
-        assert trainer.jit_compile is True
-
-
 class Unbounded(SmallImages):
     """Passes the loss through a list for which XLA finds no memory when it compiles the step."""
 
@@ -297,72 +207,14 @@ class Unbounded(SmallImages):
         ).tensor
 
 
-def test_a_step_that_xla_fails_to_compile_runs_without_it_on_a_gpu(monkeypatch, caplog):
-    """A failure of the compiler is met before the run begins, which loses nothing by it."""
+def test_a_step_that_xla_fails_to_compile_ends_with_the_way_out(monkeypatch):
+    """A failure of the compiler that no operation foretells says what to pass instead."""
     pretend(monkeypatch, on_cpu=False)
-    trainer = Unbounded(optimizer=adam, seed=1, verbose=False)
-    trainer.train((IMAGES, LABELS), steps=3, global_batch=8)
-    plain = Unbounded(optimizer=adam, seed=1, verbose=False, jit_compile=False)
-    plain.train((IMAGES, LABELS), steps=3, global_batch=8)
+    trainer = Unbounded(optimizer=adam, verbose=False)
+    with pytest.raises(tf.errors.OpError) as error:
+        trainer.train((IMAGES, LABELS), steps=3, global_batch=8)
 
-    assert trainer.jit_compile is False
-    assert_same_bits(all_copies(plain), all_copies(trainer))
-    [line] = [message for message in caplog.messages if "XLA" in message]
-    assert line.startswith(
-        "A step that XLA compiles failed, so TensorFlow runs it without XLA, which is slow on a GPU. "
-        "To see the whole error, pass jit_compile='step'. It begins with: "
-    )
-
-
-def test_a_run_that_is_stopped_before_its_first_step_chooses_again(monkeypatch, tmp_path):
-    """A checkpoint without a step says nothing about a mode: no step was computed in one."""
-    pretend(monkeypatch, on_cpu=False)
-    first = Stopped(optimizer=adam, verbose=False, model_dir=tmp_path)
-    first.train((IMAGES, LABELS), steps=3, global_batch=8)
-    assert first.totals.attempted == 0
-    assert first.jit_compile is False  # what was tried has taken no step
-    second = SmallImages(optimizer=adam, verbose=False, model_dir=tmp_path, allow_changes=("loss",))
-    second.train((IMAGES, LABELS), steps=3, global_batch=8)
-
-    assert second.jit_compile == "step"
-
-
-class Stopped(SmallImages):
-    """Is asked to stop while its step is traced for the first time."""
-
-    def compute_loss(self, batch, training):
-        """Asks."""
-        if self._started:
-            with tf.init_scope():
-                self.stop()
-        return super().compute_loss(batch, training)
-
-
-def test_wrong_data_is_no_failure_of_xla(monkeypatch, caplog):
-    """The error about a value in the first batch is the run's own, and nothing is said about XLA."""
-    pretend(monkeypatch, on_cpu=False)
-    trainer = SmallImages(optimizer=adam, verbose=False, check_data=True)
-    with pytest.raises(DataError):
-        trainer.train((IMAGES * float("nan"), LABELS), steps=3, global_batch=8)
-
-    assert trainer.jit_compile == "step"
-    assert not [message for message in caplog.messages if "XLA" in message]
-
-
-def test_without_room_for_a_trial_nothing_is_tried(monkeypatch):
-    """The copies that are put back may not fit beside the run, which might fit by itself."""
-
-    @contextlib.contextmanager
-    def no_room(*_):
-        raise tf.errors.ResourceExhaustedError(None, None, "no room")
-        yield
-
-    pretend(monkeypatch, on_cpu=False)
-    monkeypatch.setattr(compilation, "put_back", no_room)
-    trainer = SmallImages(optimizer=adam, verbose=False)
-    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
-
-    assert trainer.jit_compile == "step"
+    assert any("jit_compile=False" in note for note in error.value.__notes__)
 
 
 def test_operations_without_xla_are_named_on_a_gpu(monkeypatch, caplog):
@@ -372,8 +224,7 @@ def test_operations_without_xla_are_named_on_a_gpu(monkeypatch, caplog):
     trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
     assert trainer.jit_compile is False
-    [line] = [message for message in caplog.messages if "XLA" in message]
-    assert "slow on a GPU. To compile the step, apply such layers to the data" in line
+    assert len([message for message in caplog.messages if "XLA" in message]) == 1
 
 
 def pretend(monkeypatch, **capabilities_to_show):
@@ -412,24 +263,13 @@ def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(caplog, monkeypatch):
     pretend(monkeypatch, on_cpu=False)
     caplog.clear()
     assert trained(auto) is False
-    assert caplog.messages[0] == (
-        "XLA's programs for a GPU cannot reach int32 variables, which TensorFlow keeps in the "
-        "host's memory, as 'AssignAddVariableOp'. So TensorFlow runs the step without XLA. To "
-        'compile the step, create them with dtype="int64".'
-    )
-    with pytest.raises(ValueError, match="int32") as error:
+    assert "int32" in caplog.messages[0]
+    with pytest.raises(ValueError, match=r"`jit_compile`.*int32"):
         trained(CountingBatches(**settings, jit_compile=True))
-    assert str(error.value) == (
-        "`jit_compile` must not be True on a GPU for a step with int32 variables; got "
-        "'AssignAddVariableOp'. TensorFlow keeps int32 variables in the host's memory, which XLA's "
-        'programs for a GPU cannot reach. Create these variables with dtype="int64", or use '
-        '"elementwise" or False.'
-    )
 
 
 def new_trace(parts):
-    """The newest trace of a step, as if it had not been checked."""
-    compilation.CHECKED.clear()
+    """The newest trace of a step."""
     return parts.run_steps._list_all_concrete_functions()[-1]
 
 
@@ -457,13 +297,9 @@ class PrintingSGD(keras.optimizers.SGD):
 
 
 def test_operations_of_an_optimizer_that_xla_cannot_compile_are_named():
-    """Where XLA compiles the update alone, too; the advice is not that for layers."""
-    with pytest.raises(ValueError, match=r"; got '.*/PrintV2', .* and \d+ more") as error:
+    """Where XLA compiles the update alone, too."""
+    with pytest.raises(ValueError, match=r"`jit_compile`.*/PrintV2'"):
         trained(SmallImages(optimizer=PrintingSGD, jit_compile="update", verbose=False))
-    assert re.sub("; got .* more", "; got them", str(error.value)) == (
-        "`jit_compile` must not be 'update' for a step with operations that XLA cannot compile; got "
-        'them. TensorFlow would fail at the first step. Use "elementwise" or False.'
-    )
 
 
 def test_int32_variables_of_an_optimizer_are_out_of_reach_too(monkeypatch):
@@ -471,10 +307,10 @@ def test_int32_variables_of_an_optimizer_are_out_of_reach_too(monkeypatch):
     trainer = SmallImages(optimizer=CountingSGD, jit_compile="update", verbose=False)
     assert trained(trainer) == "update"
     arguments = (trainer, trainer._parts, new_trace)
-    assert compilation.compilable_parts(*arguments, auto=False) is trainer._parts
+    assert compile_mode.compilable_parts(*arguments, auto=False) is trainer._parts
     pretend(monkeypatch, on_cpu=False)
     with pytest.raises(ValueError, match=r"must not be 'update' on a GPU .*\bint32 variables"):
-        compilation.compilable_parts(*arguments, auto=False)
+        compile_mode.compilable_parts(*arguments, auto=False)
 
 
 class Reading(Trainer):
@@ -506,22 +342,12 @@ def test_later_data_that_xla_cannot_compile_are_refused(mode):
     )
     trainer.train(rows, steps=2)
     for _ in range(2):  # the second time too
-        with pytest.raises(ValueError, match="ragged") as error:
+        with pytest.raises(ValueError, match=r"`jit_compile`.*ragged"):
             trainer.train(tf.data.Dataset.from_tensors({"x": ragged}).repeat(), steps=4)
-        assert str(error.value) == (
-            f"`jit_compile` must not be {mode!r} for batches with ragged tensors; got float32 of "
-            "shape (2, None). XLA does not support them. Turn them into dense numbers in the "
-            'dataset, or pass jit_compile="elementwise".'
-        )
     trainer.prints = True
     for _ in range(2):
-        with pytest.raises(ValueError, match="PrintV2") as error:
+        with pytest.raises(ValueError, match=r"`jit_compile`.*PrintV2"):
             trainer.train(rows, steps=4)
-        assert str(error.value) == (
-            f"`jit_compile` must not be {mode!r} for a step with operations that XLA cannot "
-            "compile; got 'PrintV2', 'StringFormat'. TensorFlow would fail at the first step. Use "
-            '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
-        )
     trainer.prints = False
     assert trainer.train(rows, steps=4).totals.applied == 4
 
@@ -571,10 +397,10 @@ def test_int32_variables_are_within_reach_on_a_tpu(monkeypatch):
     arguments = (trainer, trainer._parts, new_trace)
     pretend(monkeypatch, on_cpu=False)
     with pytest.raises(ValueError, match="on a GPU"):
-        compilation.compilable_parts(*arguments, auto=False)
+        compile_mode.compilable_parts(*arguments, auto=False)
 
     pretend(monkeypatch, on_cpu=False, decides_in_replica=True)
-    assert compilation.compilable_parts(*arguments, auto=False) is trainer._parts
+    assert compile_mode.compilable_parts(*arguments, auto=False) is trainer._parts
 
 
 def trained(trainer):

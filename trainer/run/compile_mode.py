@@ -1,0 +1,154 @@
+"""`jit_compile="auto"`: looks up what XLA compiles, by device, precision, division and data.
+
+Nothing is measured; `python -m trainer.tune` does that on request.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+import scaling
+import strategies
+from trainer.base.argument_checks import check_choice
+from trainer.data.batches import Batches
+from trainer.run.build import parts_of_plan, where_xla_is_needed
+from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.step.plan import compiled_as
+from trainer.step.xla import (
+    COMPILE_MODES,
+    WITH_PASSES,
+    check_compile_mode,
+    layers_without_xla,
+    warn_of_plain_step,
+)
+from trainer.step.xla_operations import (
+    int32_variables_error,
+    listed_operations,
+    not_compilable_error,
+    operations_on_int32_variables,
+    operations_sized_by_values,
+    operations_without_xla,
+    warn_of_int32_variables,
+    warn_of_sizes,
+)
+
+CompileMode = bool | str
+
+
+def initial_compile_mode(
+    jit_compile: CompileMode, precision: scaling.Precision, strategy: tf.distribute.Strategy
+) -> CompileMode:
+    """Returns the compile mode that a trainer is built with, before it has seen data.
+
+    "auto" begins with False; see `parts_of_auto` for GPUs. The exception is half precision on a CPU
+    for which TensorFlow has no fast kernels: it would compute convolutions in scalar loops, up to
+    hundreds of times slower than XLA. Those are float16, and bfloat16 without AVX-512.
+
+    Raises:
+        ValueError: if `jit_compile` is not a compile mode, or the strategy does not allow it.
+    """
+    check_choice("jit_compile", jit_compile, ("auto", *COMPILE_MODES))
+    if jit_compile != "auto":
+        check_compile_mode(jit_compile, strategy)
+        return jit_compile
+    dtype = precision.compute_dtype
+    slow = dtype == "float16" or (dtype == "bfloat16" and not has_avx512())
+    return slow and strategies.capabilities(strategy).on_cpu
+
+
+def has_avx512() -> bool:
+    """Returns whether this CPU is known to have AVX-512."""
+    file = pathlib.Path("/proc/cpuinfo")
+    return file.exists() and "avx512f" in file.read_text()
+
+
+def parts_of_auto(trainer: RunnableTrainer, parts: Parts, data: Batches) -> Parts:
+    """Returns a trainer's parts in the compile mode for its data: see `docs/performance.md`.
+
+    On an H100, a step that was one program took a third to a ninth of the time of one in mode
+    False. XLA compiles a program for each shape, so passes are compiled only if the data's element
+    spec says the shapes of the examples.
+
+    Args:
+        trainer: a trainer with jit_compile="auto" that has started.
+        parts: the trainer's parts, from `build`.
+        data: the training data.
+    """
+    mode, found = trainer.jit_compile, strategies.capabilities(trainer.strategy)
+    one_device = found.num_replicas == 1 and parts.plan.num_microbatches == 1
+    if one_device and found.on_gpu and not found.several_processes:
+        mode = False if layers_without_xla(parts.plan.model) else "step"
+    specs = tf.nest.flatten(data.dataset.element_spec)
+    if mode in WITH_PASSES and not all(map(has_one_shape, specs)):
+        mode = False
+        logging.warning(
+            "TensorFlow runs the step without XLA, which is slow %s: XLA needs dense numbers of "
+            "known shapes, and the data's element spec is %s. Use tf.ensure_shape in Dataset.map.",
+            *(where_xla_is_needed(trainer), data.dataset.element_spec),
+        )
+    return parts_in_mode(mode, trainer, parts)
+
+
+def has_one_shape(spec: tf.TypeSpec) -> bool:
+    """Returns whether a spec is that of dense numbers, and leaves open their number alone."""
+    dense = isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
+    return dense and bool(spec.shape.rank) and spec.shape[1:].is_fully_defined()
+
+
+def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> Parts:
+    """Returns a trainer's parts for the same step in a compile mode."""
+    if mode == parts.plan.jit_compile:
+        return parts
+    plan = compiled_as(parts.plan, mode)
+    return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics))
+
+
+def compilable_parts(
+    trainer: RunnableTrainer, parts: Parts, trace: Callable[[Parts], Any], *, auto: bool
+) -> Parts:
+    """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
+
+    "auto" also takes those of mode False if XLA may compute wrong numbers.
+
+    Traces the step, unless it was traced before for data with the same spec. The loop uses the same
+    trace.
+
+    Args:
+        trainer: a trainer that has started.
+        parts: the trainer's parts, from `build`.
+        trace: traces the step of parts with the training data, and returns the concrete function.
+        auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile, or
+            only with a risk of wrong numbers.
+
+    Raises:
+        ValueError: if XLA was asked to compile the step and cannot.
+    """
+    traced = hasattr(parts.run_steps, "get_concrete_function")
+    mode = parts.plan.jit_compile
+    if mode not in (*WITH_PASSES, "update") or not traced or tf.config.functions_run_eagerly():
+        return parts
+    step = trace(parts)
+    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
+    names = operations_without_xla(step)
+    on_host = operations_on_int32_variables(step) if on_gpu else []
+    sized = operations_sized_by_values(step) if mode in WITH_PASSES else []
+    if names and not auto:
+        raise not_compilable_error(mode, names)
+    if on_host and not auto:
+        raise int32_variables_error(mode, on_host)
+    if names:
+        warn_of_plain_step(listed_operations(names), where_xla_is_needed(trainer))
+    elif on_host:
+        warn_of_int32_variables(on_host)
+    elif sized:
+        warn_of_sizes(sized, compiled=not auto)
+    compiles = not (auto and (names or on_host or sized))
+    return parts if compiles else parts_in_mode(False, trainer, parts)
+
+
+def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], Any]:
+    """Returns a function that traces the loop of parts with the data of an iterator."""
+    return lambda parts: parts.run_steps.get_concrete_function(iterator, tf.constant(1))
