@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 
+import access
 import keras
 import numpy as np
 import tensorflow as tf
+from access import untuned
 
 import scaling
 import strategies
 from trainer import Trainer
-from trainer.data.batches import untuned
 
 
 def linear_model(units=1, inputs=1):
@@ -60,11 +62,11 @@ def attempt(trainer, batches):
         lambda leaf, dtype: tf.TensorSpec([None, *np.shape(leaf)[1:]], dtype), batches[0], structure
     )
     dataset = untuned(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs))
-    trainer._start(next(iter(dataset)))
+    access.start(trainer, next(iter(dataset)))
     iterator = iter(dataset)
     for _ in batches:
-        trainer._parts.state.halted.assign(False)
-        report, _ = trainer._parts.run_steps(iterator, tf.constant(1))
+        access.state(trainer).halted.assign(False)
+        report, _ = access.steps(trainer)(iterator, tf.constant(1))
         values = report.__class__(*(field.numpy()[0].tolist() for field in report))
         yield values._replace(data_wait_secs=0.0)  # differs from run to run
 
@@ -84,7 +86,7 @@ def copies(variable):
 
 def all_copies(trainer, *, metrics=True):
     """Every copy of every variable of model, optimizer and metrics, by position and short name."""
-    groups = trainer._parts.metrics if metrics else ()
+    groups = access.metrics(trainer) if metrics else ()
     kept = [metric for group in groups for metric in group.values()]
     variables = [
         *trainer.model.variables,
@@ -95,6 +97,19 @@ def all_copies(trainer, *, metrics=True):
         f"{place} {variable.path.split('/')[-1]}": copies(variable)
         for place, variable in enumerate(variables)
     }
+
+
+def digests_of_run(trainer, batches):
+    """Digests of every copy of the run's variables, and of so many next batches of (x, y)."""
+    arrays = {
+        f"{place} {variable.name} copy {copy}": value
+        for place, variable in enumerate(access.variables(trainer))
+        for copy, value in enumerate(copies(variable))
+    }
+    for place in range(batches):
+        leaves = next(access.position(trainer).iterator)
+        arrays[f"batch {place}"] = np.concatenate([leaf.numpy() for leaf in leaves], axis=1)
+    return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
 
 
 def assert_same_bits(before, after):

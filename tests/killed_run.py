@@ -6,7 +6,6 @@ At its end it writes `MODEL_DIR/final.json` with digests of every replica's copy
 and of the next batches, and with the numbers in `metrics.jsonl`.
 """
 
-import hashlib
 import json
 import os
 import pathlib
@@ -17,11 +16,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import digests_of_run
 
 import scaling
 import strategies
 from trainer import Trainer
-from trainer.step.rollback import copies_of, variables_in_reach
 
 CHECKPOINT_INTERVAL = 10
 LOOP = 5
@@ -86,25 +85,9 @@ def make(model_dir, strategy):
     )
 
 
-def digest(array):
-    """Returns the SHA-256 of an array's bytes."""
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-
-
 def final_state(trainer):
     """Returns digests of the run's variables and next batches, and the numbers that it logged."""
-    parts = trainer._parts
-    roots = [trainer.model, trainer.optimizer, parts.state, list(parts.metrics.train.values())]
-    variables = variables_in_reach(roots, held_back=())
-    found = {
-        f"{place} {variable.name} copy {copy}": digest(value.numpy())
-        for place, variable in enumerate(variables)
-        for copy, value in enumerate(copies_of(variable, trainer.strategy))
-    }
-    *_, position = trainer._trained_on
-    for place in range(30):
-        batch = next(position.iterator)
-        found[f"batch {place}"] = digest(np.concatenate([leaf.numpy() for leaf in batch], axis=1))
+    found = digests_of_run(trainer, 30)
     lines = (trainer.model_dir / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(line) for line in lines]
     numbers = [line for line in numbers if line["split"] not in {"run", "end", "failure"}]

@@ -8,6 +8,7 @@ import re
 from typing import NamedTuple
 from unittest import mock
 
+import access
 import fake_tpu
 import numpy as np
 import tensorflow as tf
@@ -36,10 +37,8 @@ class Lowered(NamedTuple):
 def started(trainer, batch):
     """Builds a trainer as `train` does; returns the spec of a batch."""
     dataset = tf.data.Dataset.from_tensors(batch)
-    trainer._start(next(iter(dataset)))
-    assert (
-        trainer._parts.run_steps.python_function.args[0].__wrapped__.__func__ is Trainer.train_step
-    )
+    access.start(trainer, next(iter(dataset)))
+    assert access.steps(trainer).python_function.args[0].__wrapped__.__func__ is Trainer.train_step
     return dataset.element_spec
 
 

@@ -11,11 +11,12 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import access
 import numpy as np
 import worker_run
+from access import untuned
 
 import strategies
-from trainer.data.batches import untuned
 
 
 def main(out, steps):
@@ -42,7 +43,7 @@ def main(out, steps):
         "iterations": int(run.optimizer.iterations.numpy()),
         "loss_scale": run.loss_scale,
         "finite": bool(all(np.isfinite(each).all() for each in state)),
-        "taken": run._trained_on[-1].taken,
+        "taken": access.position(run).taken,
     }
     (out / "result.json").write_text(json.dumps(result))
 

@@ -16,14 +16,15 @@ import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import access
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import copies
 
 import scaling
 import strategies
 from trainer import Trainer
-from trainer.step.rollback import copies_of, variables_in_reach
 
 BATCH = 16
 PLANTED = 3  # the step with an example that overflows
@@ -98,10 +99,9 @@ class WorkerRun(Trainer):
     def on_loop_end(self, step):
         """Appends a line to the file."""
         digest = hashlib.sha256()
-        for variable in variables_in_reach([self.model, self.optimizer, self._parts.state], ()):
-            if variable.dtype != "string":
-                for copy in copies_of(variable, self.strategy):
-                    digest.update(copy.numpy().tobytes())
+        for variable in access.variables(self, of_metrics=False):
+            for copy in copies(variable):
+                digest.update(copy.tobytes())
         line = {
             "step": step,
             "digest": digest.hexdigest(),

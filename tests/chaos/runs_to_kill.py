@@ -10,7 +10,6 @@ A run dies by SIGKILL at the moment that its request names. Moments are counted,
 what the run does to the files in its folder, in whichever thread.
 """
 
-import hashlib
 import io
 import itertools
 import json
@@ -27,11 +26,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import digests_of_run
 
 import scaling
 import strategies
 from trainer import Trainer, convert_to_float8
-from trainer.step.rollback import copies_of, variables_in_reach
 
 STEPS = 24
 EXAMPLES = 100  # 13 batches in a pass, the last of them with four examples
@@ -149,27 +148,6 @@ def make(kind, model_dir, **arguments):
     return RunToKill(model_dir=model_dir, **settings | own | arguments)
 
 
-def digests(trainer):
-    """Returns digests of each replica's copy of each variable, and of the next batches."""
-    parts = trainer._parts
-    roots = [trainer.model, trainer.optimizer, parts.state, list(parts.metrics.train.values())]
-    found = {
-        f"{place} {variable.name} copy {copy}": digest(value.numpy())
-        for place, variable in enumerate(variables_in_reach(roots, held_back=()))
-        for copy, value in enumerate(copies_of(variable, trainer.strategy))
-    }
-    *_, position = trainer._trained_on
-    for place in range(14):
-        x, y = next(position.iterator)
-        found[f"batch {place}"] = digest(np.concatenate([x.numpy(), y.numpy()], axis=1))
-    return found
-
-
-def digest(array):
-    """Returns the SHA-256 of an array's bytes."""
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-
-
 class Fate:
     """Counts what happens to the files below a folder, and kills the process in time.
 
@@ -262,7 +240,9 @@ def run(kind, folder, final, *, at=None, later=0.0, written=0.5, **arguments):
     facts = {"events": fate.events, "seconds": time.monotonic() - began}
     totals = trainer.totals
     facts |= {"skipped": totals.skipped, "retries": totals.retries, "scale": trainer.loss_scale}
-    pathlib.Path(final).write_text(json.dumps(facts | {"digests": digests(trainer)}, indent=1))
+    pathlib.Path(final).write_text(
+        json.dumps(facts | {"digests": digests_of_run(trainer, 14)}, indent=1)
+    )
 
 
 def serve():

@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 from unittest import mock
 
+import access
 import pytest
 import tensorflow as tf
+from access import untuned
 from gpu_check.placement import CARD, copies_to_host
 from helpers import IMAGES, LABELS, SmallImages, adam, assert_close
 
 import strategies
-from trainer.data.batches import untuned
 from trainer.loop import pending
 from trainer.run import build
 
@@ -36,7 +37,7 @@ def traced_loop(made=SmallImages, **settings):
     with as_if_on_a_gpu() as strategy:
         settings = {"jit_compile": "step", "strategy": strategy} | settings
         trainer = made(optimizer=adam, verbose=False, **settings)
-        trainer._start(next(iter(BATCHES)))
+        access.start(trainer, next(iter(BATCHES)))
         parts = trainer._parts
         concrete = parts.run_steps.get_concrete_function(iter(BATCHES), tf.constant(1))
     kept = parts.pending
@@ -89,5 +90,5 @@ def test_a_step_that_is_one_program_runs_on_the_device_of_its_variables():
         trainer.train(BATCHES, steps=5)
         trainer.train_on_batch((IMAGES, LABELS))
 
-    assert CARD in apart._parts.state.halted.device
+    assert CARD in access.state(apart).halted.device
     assert_close(usual, apart)

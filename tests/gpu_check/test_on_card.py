@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ def test_a_skipped_step_moves_nothing_on_the_card(name, mode):
     trainer.train(data, steps=2)
     variables = [*trainer.model.variables, *trainer.optimizer.variables]
     before = values_of(variables)
-    scaler = trainer._parts.state.loss_scaler
+    scaler = access.state(trainer).loss_scaler
     scaler.load_state_dict(scaler.state_dict() | {"loss_scale": 2.0**24})  # too high for float16
     trainer.train(data, steps=3)
 

@@ -1,5 +1,6 @@
 """Several updates of a critic in each step: WGAN-GP, compared with a plain loop."""
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def test_the_critic_is_updated_as_often_as_in_a_plain_loop(
     trainer, initial, reports = trained(strategy, precision)
     reference = Players()
     reference.set_weights(initial)
-    seed = int(trainer._parts.state.random_seed.numpy())
+    seed = int(access.state(trainer).random_seed.numpy())
     losses, norms = zip(*plain_loop(reference, seed, replicas, UPDATES), strict=True)
     once = Players()
     once.set_weights(initial)

@@ -16,12 +16,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, all_copies
 
 from trainer import Action, Divergence
 from trainer.base import atomic_files
 from trainer.checkpoint import CheckpointError, folder
-from trainer.data.batches import untuned
 from trainer.data.errors import DataError
 
 pytestmark = pytest.mark.sampled

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 
 import scaling
-from trainer.data.batches import untuned
 from trainer.step import Clip, TrainState, attempt_step, plan_step
 
 pytestmark = pytest.mark.sampled

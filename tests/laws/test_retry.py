@@ -1,10 +1,12 @@
 """L6 and L10: an overflow is retried within the same step and leaves no other trace."""
 
+import access
 import everything
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, attempt, copies, reset_step_count, slopes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,6 @@ from hypothesis import strategies as st
 import scaling
 from scaling import Cause
 from trainer import Totals, Trainer
-from trainer.data.batches import untuned
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
 
@@ -82,7 +83,7 @@ class Everything(Trainer):
 
     def bits(self):
         """The bytes of every copy of these variables by place and name, and of the rule's state."""
-        state = self._parts.state.loss_scaler.state._asdict()
+        state = access.state(self).loss_scaler.state._asdict()
         return {f"state {name}": value.numpy().tobytes() for name, value in state.items()} | {
             f"{place} {getattr(variable, 'path', variable.name)} copy {copy}": value.tobytes()
             for place, variable in enumerate(self.moving())
@@ -95,8 +96,8 @@ class Everything(Trainer):
             inner = variable.value if isinstance(variable, keras.Variable) else variable
             for copy, value in zip(getattr(inner, "values", [inner]), old, strict=True):
                 copy.assign(value)
-        self._parts.state.loss_scaler.assign(state)
-        reset_step_count(self._parts.state)
+        access.state(self).loss_scaler.assign(state)
+        reset_step_count(access.state(self))
 
     def run(self, batches):
         """Runs one step per batch; yields its report without the step number, and the bits after
@@ -213,7 +214,7 @@ def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
             # Without hysteresis one overflow uses up the only one allowed.
             "state overflows_left",
         ]
-        reset_step_count(skipping._parts.state)
+        reset_step_count(access.state(skipping))
         [(_, expected)] = skipping.run([batch])
         retrying.start_over(values, RULE.initial_state())
         [(report, bits)] = retrying.run([batch])
@@ -551,7 +552,7 @@ def linear(mirrored):
             list(attempt(made[key], [slopes(*[1.0] * replicas)]))
         trainer = made[key]
         trainer.model.trainable_variables[0].assign([[0.0]])
-        trainer._parts.state.loss_scaler.assign(rule.initial_state())
+        access.state(trainer).loss_scaler.assign(rule.initial_state())
         return trainer, Oracle(rule, max_retries, replicas)
 
     return of
@@ -579,7 +580,7 @@ def check_history(trainer, oracle, history, replicas):
     assert trainer.totals.attempted - before.attempted == len(history)
     assert trainer.totals.applied - before.applied == applied
     assert trainer.totals.retries - before.retries == retries
-    state = trainer._parts.state.loss_scaler.state
+    state = access.state(trainer).loss_scaler.state
     assert (int(state.finite_steps), int(state.overflows_left)) == (
         oracle.finite_steps,
         oracle.left,
@@ -625,7 +626,7 @@ def test_hysteresis_costs_no_retries():
     assert (report.grads_finite, report.retries, report.loss_scale) == (True, 1, 2.0**15)
     blind = Linear(loss_scale=rule, attribute_causes=False, **half)
     [report] = attempt(blind, [slopes(np.nan)])
-    state = blind._parts.state.loss_scaler.state_dict()
+    state = access.state(blind).loss_scaler.state_dict()
 
     assert (report.grads_finite, report.retries) == (False, 0)
     assert (state["loss_scale"], state["overflows_left"]) == (2.0**16, 4)

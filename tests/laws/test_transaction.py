@@ -2,17 +2,18 @@
 
 import functools
 
+import access
 import everything
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, attempt, copies, linear_model, reset_step_count, slopes
 
 import scaling
 from scaling import Cause
 from trainer import Trainer
-from trainer.data.batches import untuned
 from trainer.step import TrainState, attempt_step, plan_step
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
@@ -58,14 +59,14 @@ class Everything(Trainer):
     def step(self, batch):
         """Attempts one step; returns its report as numbers."""
         data = untuned(tf.data.Dataset.from_tensors(batch))
-        self._start(next(iter(data)))
-        report, _ = self._parts.run_steps(iter(data), tf.constant(1))
+        access.start(self, next(iter(data)))
+        report, _ = access.steps(self)(iter(data), tf.constant(1))
         return report._replace(**{k: v.numpy()[0].tolist() for k, v in report._asdict().items()})
 
     @property
     def state(self):
         """The loss scale, the counts and the seed."""
-        return self._parts.state
+        return access.state(self)
 
     def moving(self):
         """Every variable a step could move, except the loss scale and the counts."""

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, all_copies, assert_same_bits, slopes
 
 import scaling
@@ -15,7 +16,6 @@ from trainer import StepReport, Totals, TrainingStuckError
 from trainer.callbacks.hints import Curve, RunFacts, hint_for
 from trainer.callbacks.stuck import check_not_stuck, scale_path
 from trainer.config.skip_policy import SkipPolicy
-from trainer.data.batches import untuned
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
 

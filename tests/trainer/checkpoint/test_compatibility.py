@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ class Traced(Linear):
             "iterations": int(self.optimizer.iterations.numpy()),
             "scale": self.loss_scale,
             "seen": float(self.metrics["seen"].result()),
-            "seed": int(self._parts.state.random_seed.numpy()),
+            "seed": int(access.state(self).random_seed.numpy()),
         }
         self.weight_before = self.weight
 

@@ -2,6 +2,7 @@
 
 import re
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ class Named(Linear):
 
     def started(self):
         """Builds the trainer as for its first batch."""
-        self._start(tf.nest.map_structure(tf.constant, DATA))
+        access.start(self, tf.nest.map_structure(tf.constant, DATA))
         return self
 
     def by_name(self):

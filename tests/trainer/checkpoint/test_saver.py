@@ -7,18 +7,19 @@ import threading
 import time
 from unittest import mock
 
+import access
 import everything
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, copies, slopes
 
 import scaling
 from trainer import Trainer
 from trainer.base.atomic_files import begin_folder
 from trainer.checkpoint import CheckpointError, folder, saver
-from trainer.data.batches import untuned
 from trainer.log.writers import RunWriters
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
@@ -97,7 +98,7 @@ class Everything(Trainer):
 
     def whole_state(self):
         """Every copy of every variable, by its position and the last word of its name."""
-        state = self._parts.state
+        state = access.state(self)
         groups = {
             "model": [*self.model.variables, self.model.layers[2].raw],
             "optimizer": self.optimizer.variables,
@@ -154,11 +155,11 @@ def test_every_copy_of_every_variable_comes_back(tmp_path, mirrored, replicas, n
     # different values, which neither their sum nor their mean could restore.
     metrics = [variable for metric in before.metrics.values() for variable in metric.variables]
     make_differ([*metrics, before.per_replica, before.model.layers[2].raw])
-    before._parts.checkpoints.save(5, before._parts.checkpoints.facts, None)
+    access.checkpoints(before).save(5, access.checkpoints(before).facts, None)
     saved = before.whole_state()
 
     after = make()
-    after._start(first(pipeline()))
+    access.start(after, first(pipeline()))
     restored = after.whole_state()
 
     assert before.totals.skipped_by_cause == {"forward": 1}
@@ -230,8 +231,8 @@ def test_the_copies_of_a_module_are_restored(tmp_path, mirrored):
     data = untuned(tf.data.Dataset.from_tensors(THIRDS))
     before.train(data, steps=2)
     make_differ([before.model.seen])
-    before._parts.checkpoints.save(2, before._parts.checkpoints.facts, None)
-    after._start(first(data))
+    access.checkpoints(before).save(2, access.checkpoints(before).facts, None)
+    access.start(after, first(data))
 
     assert [float(copy) for copy in copies(before.model.seen)] == list(np.float32([0.1, 0.2, 0.7]))
     assert float(before.model.weight.numpy()[0, 0]) != 1.0
@@ -288,10 +289,10 @@ def test_other_metrics_start_over(tmp_path, caplog):
     same, other = [Counted(names, model_dir=tmp_path) for names in (["a"], ["b", "a"])]
     one = tf.nest.map_structure(tf.constant, slopes(1.0))
     with caplog.at_level("WARNING"):
-        same._start(one)
+        access.start(same, one)
     assert warnings_in(caplog) == []
     with caplog.at_level("WARNING"):
-        other._start(one)
+        access.start(other, one)
 
     assert same.weight == other.weight == -1.0
     assert float(same.metrics["a"].result()) == 2.0
@@ -482,7 +483,7 @@ def test_a_checkpoint_holds_other_variables_only_if_they_differ(tmp_path):
     """What is compared is each owner's variables, without the numbers that Keras gives."""
     trainer = Linear(model_dir=tmp_path, verbose=False)
     trainer.train(slopes(1.0), steps=1, global_batch=1)
-    checkpoints = trainer._parts.checkpoints
+    checkpoints = access.checkpoints(trainer)
     assert not checkpoints.holds_other_variables()
 
     checkpoints.facts = checkpoints.facts | {"variables": {"model": ["w: float32 (2,)"]}}
@@ -524,7 +525,7 @@ def test_rolling_back_removes_later_checkpoints(tmp_path):
     """Later checkpoints are removed once an earlier one is restored; without one, nothing happens."""
     trainer = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
     trainer.train(slopes(1.0), steps=6, global_batch=1)
-    checkpoints = trainer._parts.checkpoints
+    checkpoints = access.checkpoints(trainer)
 
     assert checkpoints.restore(before=2) is None
     assert steps_saved(tmp_path) == [2, 4, 6]
@@ -663,7 +664,7 @@ def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
     assert str(error.value) == failed(tmp_path / "ckpt-4", tmp_path / "ckpt-2")
     assert isinstance(error.value.__cause__, OSError)
     assert stood_at == (6 if asynchronous else 4)
-    assert trainer._parts.checkpoints.latest == tmp_path / "ckpt-2"
+    assert access.checkpoints(trainer).latest == tmp_path / "ckpt-2"
     assert [each.name for each in tmp_path.glob("ckpt*")] == ["ckpt-2"]
     monkeypatch.undo()
     again = Linear(model_dir=tmp_path, verbose=False)

@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ class Deep(Linear):
 
     def started(self):
         """Builds the trainer as for its first batch."""
-        self._start(tf.nest.map_structure(tf.constant, DATA))
+        access.start(self, tf.nest.map_structure(tf.constant, DATA))
         return self
 
 
@@ -118,7 +119,7 @@ def test_only_the_weights_are_loaded(old, tmp_path, what):
     new = Deep(model_dir=tmp_path / "new", init_from=path / what, seed=9).started()
 
     assert_only_weights(new, weights)
-    assert int(new._parts.state.random_seed.numpy()) == 9
+    assert int(access.state(new).random_seed.numpy()) == 9
     assert evaluated(new) == evaluated(Deep(init_from=str(path / what), seed=10).started())
 
 
@@ -148,7 +149,7 @@ def test_the_folder_of_a_best_model_is_accepted(old, tmp_path):
     data = slopes(1.0, 2.0)
     before.train(data, steps=3, global_batch=2, eval_data=data)
     after = make(init_from=tmp_path / "best" / "step-3")
-    after._start(tf.nest.map_structure(tf.constant, data))
+    access.start(after, tf.nest.map_structure(tf.constant, data))
     assert after.model.weight.numpy().item() == before.model.weight.numpy().item() == -3.5
     assert after.model.fixed.numpy() == 7.0
 

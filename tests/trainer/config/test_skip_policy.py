@@ -1,5 +1,6 @@
 """L11 and L17: a skipped step reports its cause and place, and no run is silently stuck."""
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def traced(mirrored):
 @pytest.fixture
 def three(traced):
     """The traced trainer with its first scale and finite weights."""
-    traced._parts.state.loss_scaler.assign(traced.rule.initial_state())
+    access.state(traced).loss_scaler.assign(traced.rule.initial_state())
     for weight in traced.model.weights:
         weight.assign(tf.ones([ELEMENTS]))
     return traced
@@ -106,7 +107,7 @@ def three(traced):
 
 def check_backward(trainer, where):
     """Runs one step and compares its report with the gradients summed in NumPy."""
-    trainer._parts.state.loss_scaler.assign(trainer.rule.initial_state())
+    access.state(trainer).loss_scaler.assign(trainer.rule.initial_state())
     before = trainer.bits()
     [report] = attempt(trainer, [poison(where)])
     gradients = np.zeros([REPLICAS, VARIABLES, ELEMENTS])
@@ -214,7 +215,7 @@ def test_unscaling_names_the_variable(three, variable):
         (2.0**15, 1e30, 0),
     ]:
         state = rule.initial_state()._replace(loss_scale=tf.constant(scale))
-        three._parts.state.loss_scaler.assign(state)
+        access.state(three).loss_scaler.assign(state)
         where = [((1, place, e), value) for place in {variable, VARIABLES - 1} for e in (0, 3)]
         [report] = attempt(three, [poison(where)])
 
@@ -249,7 +250,7 @@ def test_bad_weights_take_precedence_over_their_consequences(three, variable, va
     assert place_of(report) == (-1, variable, *inf_and_nan_counts([value, value]))
     assert three.bits() == before
     assert three.loss_scale == 2.0**15
-    assert three._parts.state.halted.numpy()
+    assert access.state(three).halted.numpy()
 
 
 def test_an_overflow_at_the_floor_is_attributed_to_the_model():
@@ -263,7 +264,7 @@ def test_an_overflow_at_the_floor_is_attributed_to_the_model():
     history = [2.0**17, 2.0**17, 1.0, 1.0, *[2.0**17] * 3, 1.0, 1.0]
     seen = []
     for report in attempt(trainer, [slopes(slope) for slope in history]):
-        state = [float(number) for number in trainer._parts.state.loss_scaler.state]
+        state = [float(number) for number in access.state(trainer).loss_scaler.state]
         seen.append((Cause(report.cause).name, *state))
 
     assert seen == [

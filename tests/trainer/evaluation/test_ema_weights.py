@@ -2,6 +2,7 @@
 
 import threading
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def test_the_weights_are_restored_after_an_exception(averaging):
     seen = []
 
     def fail():
-        with averaged_weights(averaging._parts.plan):
+        with averaged_weights(access.plan(averaging)):
             seen.append(averaging.weight)
             raise RuntimeError
 
@@ -40,14 +41,14 @@ def test_without_an_update_the_weights_stay():
     """If the only step was skipped, there is no average yet, and the weights are used."""
     trainer = Linear(ema_momentum=0.5, verbose=False)
     trainer.train(slopes(np.nan), steps=1, global_batch=1)
-    with averaged_weights(trainer._parts.plan):
+    with averaged_weights(access.plan(trainer)):
         assert trainer.weight == 1.0
 
 
 @pytest.mark.parametrize(("averaged", "weight"), [(None, -1.25), (True, -1.25), (False, -2.0)])
 def test_the_average_is_the_default(averaging, averaged, weight):
     """None uses the average if the run keeps one."""
-    with evaluated_weights(averaging._parts.plan, averaged):
+    with evaluated_weights(access.plan(averaging), averaged):
         assert averaging.weight == weight
 
 
@@ -55,7 +56,7 @@ def test_averaged_is_a_bool_or_none(averaging):
     """Another value is refused before any weight is touched."""
     with (
         pytest.raises(TypeError) as error,
-        evaluated_weights(averaging._parts.plan, "yes"),
+        evaluated_weights(access.plan(averaging), "yes"),
     ):
         pass
 

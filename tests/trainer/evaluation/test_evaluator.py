@@ -1,13 +1,14 @@
 """Evaluation: means over all examples, metrics, precision, and what is left as it was."""
 
+import access
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, linear_model, slopes
 
 from trainer import Trainer
-from trainer.data.batches import untuned
 
 pytestmark = pytest.mark.sampled
 
@@ -112,8 +113,8 @@ def test_metrics_are_updated_on_applied_steps_only():
     bad = X.copy()
     bad[3] = np.inf
     data = untuned(tf.data.Dataset.from_tensor_slices((np.stack([X, bad, X]), np.stack([Y] * 3))))
-    trainer._start((tf.constant(X), tf.constant(Y)))
-    trainer._parts.run_steps(iter(data), tf.constant(3))
+    access.start(trainer, (tf.constant(X), tf.constant(Y)))
+    access.steps(trainer)(iter(data), tf.constant(3))
 
     assert trainer.totals.skipped_by_cause == {"forward": 1}
     assert float(trainer.metrics["accuracy"].count.numpy()) == 22.0
@@ -374,13 +375,13 @@ def test_an_evaluator_follows_a_live_run(mirrored, tmp_path, replicas):
         live.train(data, steps=steps, global_batch=replicas)
         unfinished.mkdir(exist_ok=True)
         found += [follower.evaluate(data, global_batch=replicas)["loss"] for _ in range(2)]
-        reads.append(follower._parts.checkpoints.latest.name)
+        reads.append(access.checkpoints(follower).latest.name)
         unfinished.rmdir()  # an error if the follower had removed it
 
     assert found == [0.0, 0.0, -1.0, -1.0, -3.0, -3.0]
     assert reads == ["ckpt-1", "ckpt-2", "ckpt-4"]
     assert follower.totals.attempted == 4
-    assert not follower._parts.checkpoints.follow(clean_up=False)
+    assert not access.checkpoints(follower).follow(clean_up=False)
 
 
 @pytest.mark.thorough

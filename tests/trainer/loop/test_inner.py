@@ -2,14 +2,15 @@
 
 import pathlib
 
+import access
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, all_copies, assert_same_bits, attempt, printed, slopes
 
 from trainer import Trainer
-from trainer.data.batches import untuned
 from trainer.loop.inner import LONGEST_LOOP, crossed, next_stop
 
 pytestmark = pytest.mark.sampled
@@ -48,8 +49,8 @@ def test_a_run_is_traced_once(mirrored, replicas, num_microbatches):
         strategy=strategy, num_microbatches=num_microbatches, steps_per_loop=5, verbose=False
     )
     batches = data(16, 7)
-    trainer._start(next(iter(batches)))
-    run_steps = trainer._parts.run_steps
+    access.start(trainer, next(iter(batches)))
+    run_steps = access.steps(trainer)
 
     def counted(iterator, num_steps):
         calls.append(int(num_steps))
@@ -70,8 +71,8 @@ def test_the_loop_holds_no_host_callback():
     """L14: neither the traced loop nor any function that it calls runs Python code."""
     trainer = Linear()
     batches = data()
-    trainer._start(next(iter(batches)))
-    concrete = trainer._parts.run_steps.get_concrete_function(iter(batches), tf.constant(1))
+    access.start(trainer, next(iter(batches)))
+    concrete = access.steps(trainer).get_concrete_function(iter(batches), tf.constant(1))
     names = {name for name, _ in operations(concrete)}
 
     assert "IteratorGetNext" in names
@@ -101,8 +102,8 @@ def test_convolutions_run_in_half(strategy):
     )
     batch = (tf.ones([8, 6, 6, 1]), tf.ones([8, 1]))
     batches = untuned(tf.data.Dataset.from_tensors(batch))
-    trainer._start(batch)
-    concrete = trainer._parts.run_steps.get_concrete_function(iter(batches), tf.constant(1))
+    access.start(trainer, batch)
+    concrete = access.steps(trainer).get_concrete_function(iter(batches), tf.constant(1))
     found = [(name, dtype) for name, dtype in operations(concrete) if name in kinds]
 
     assert set(found) == {(kind, tf.float16.as_datatype_enum) for kind in kinds}
@@ -147,7 +148,7 @@ def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
     before, after = make(), make()
     arrays = {"x": np.ones([6, 1], np.float32), "slope": np.float32([1, 2, 3, 4, 5, np.inf])}
     before.train(tf.data.Dataset.from_tensor_slices(arrays).batch(2), steps=7)
-    after._start(tf.nest.map_structure(tf.constant, arrays))
+    access.start(after, tf.nest.map_structure(tf.constant, arrays))
 
     # Compared by position, since the first optimizer is named adam and the second adam_1.
     expected, actual = all_copies(before).values(), all_copies(after).values()
@@ -155,7 +156,7 @@ def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
     assert before.totals == after.totals
     assert before.totals.skipped_by_cause == {"forward": 2}
     for old, new in zip(
-        before._parts.state.loss_scaler.state, after._parts.state.loss_scaler.state, strict=True
+        access.state(before).loss_scaler.state, access.state(after).loss_scaler.state, strict=True
     ):
         assert old.numpy() == new.numpy()
 
@@ -222,7 +223,7 @@ def test_nothing_is_timed_where_a_graph_may_not_read_the_clock(monkeypatch):
     monkeypatch.setattr(tf, "timestamp", refused)
     trainer = Linear(verbose=False)
     trainer.train(data(), steps=2)
-    report, _ = trainer._parts.run_steps(iter(data()), tf.constant(2))
+    report, _ = access.steps(trainer)(iter(data()), tf.constant(2))
 
     assert trainer.totals.applied == 4
     assert report.data_wait_secs.numpy().tolist() == [0.0, 0.0]

@@ -1,5 +1,6 @@
 """`check_data=True`: a batch with wrong values ends the run before its step, and says what it holds."""
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -223,9 +224,9 @@ def test_nothing_is_checked_by_default():
     """The traced step holds no operation for it."""
     for check_data, expected in ((False, False), (True, True)):
         trainer = trainer_of(check_data=check_data)
-        trainer._start((ROWS, LABELS))
+        access.start(trainer, (ROWS, LABELS))
         data = batches(ROWS, LABELS).repeat()
-        graph = trainer._parts.run_steps.get_concrete_function(iter(data), tf.constant(1)).graph
+        graph = access.steps(trainer).get_concrete_function(iter(data), tf.constant(1)).graph
         text = str(graph.as_graph_def())
         assert ("check_data: " in text) is expected
 

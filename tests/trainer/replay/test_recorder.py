@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, slopes
 
-from trainer.data.batches import untuned
 from trainer.replay.recorder import (
     bytes_in,
     copies_by_name,

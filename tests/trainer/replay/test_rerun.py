@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, slopes
 
 import scaling
 from scaling import Cause
 from trainer import Trainer
-from trainer.data.batches import untuned
 from trainer.replay.recorder import read_record
 
 

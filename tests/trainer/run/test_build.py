@@ -1,5 +1,6 @@
 """Building what a trainer works with, and restoring it from a checkpoint."""
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ class OfLate(Linear):
 
 def started(trainer):
     """The trainer after it has seen its first batch."""
-    trainer._start(tf.nest.map_structure(tf.constant, slopes(1.0, 2.0, 3.0, 4.0)))
+    access.start(trainer, tf.nest.map_structure(tf.constant, slopes(1.0, 2.0, 3.0, 4.0)))
     return trainer
 
 

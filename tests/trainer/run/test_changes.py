@@ -3,6 +3,7 @@
 import sys
 import types
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_layers_are_frozen_and_unfrozen(mirrored):
 
     for one, other in zip(trainer.model.get_weights(), weights, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
-    with evaluated_weights(trainer._parts.plan, averaged=True):
+    with evaluated_weights(access.plan(trainer), averaged=True):
         for one, other in zip(trainer.model.get_weights(), averages, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
 
@@ -364,12 +365,12 @@ def test_settings_of_layers_and_optimizers_are_used():
     """What the traced step holds as numbers is traced again if it changes; nothing else is."""
     trainer = trainer_of(ema_momentum=0.5)
     train(trainer, 1)
-    run_steps = trainer._parts.run_steps
+    run_steps = access.steps(trainer)
     train(trainer, 2)
-    assert trainer._parts.run_steps is run_steps
+    assert access.steps(trainer) is run_steps
     trainer.model.get_layer("factor").scale = 0.0
     moved = train(trainer, 3)
-    assert trainer._parts.run_steps is not run_steps
+    assert access.steps(trainer) is not run_steps
     assert (moved[0], moved[2]) == (0.0, 0.0)  # all activations are 0
     trainer.model.get_layer("factor").scale = 1.0
     trainer.optimizer.clipnorm = 2.0**-10
@@ -544,9 +545,9 @@ def test_each_cell_runs_the_code_as_it_is_now(ipython, redefined):
     """In IPython, a helper of the loss that is redefined is run in the next cell, not before."""
     ipython.execution_count = 2
     assert loss_of(redefined, 2) == 3.0
-    traces = redefined._parts.run_steps.experimental_get_tracing_count()
+    traces = access.steps(redefined).experimental_get_tracing_count()
     assert loss_of(redefined, 3) == 3.0
-    assert redefined._parts.run_steps.experimental_get_tracing_count() == traces
+    assert access.steps(redefined).experimental_get_tracing_count() == traces
     helper.__code__ = five.__code__
     ipython.execution_count = 3
     assert loss_of(redefined, 4) == 5.0

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def test_what_a_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, change, 
     dataset = change(dataset) if change else dataset
     trainer.train(dataset, steps=2)
 
-    assert trainer.jit_compile == trainer._parts.plan.jit_compile == mode
+    assert trainer.jit_compile == access.plan(trainer).jit_compile == mode
     assert trainer.totals.attempted == 2
     assert len([each for each in caplog.messages if "XLA" in each]) == bool(change)
 
@@ -177,9 +178,9 @@ def test_what_comes_before_a_run_on_a_gpu_takes_its_mode(monkeypatch, method):
     for call, mode in calls:
         trainer = SmallImages(optimizer=adam, verbose=False)
         getattr(trainer, method)((IMAGES, LABELS), global_batch=8)
-        assert trainer._parts.plan.jit_compile == "step"
+        assert access.plan(trainer).jit_compile == "step"
         call(trainer)
-        assert trainer.jit_compile == trainer._parts.plan.jit_compile == mode
+        assert trainer.jit_compile == access.plan(trainer).jit_compile == mode
 
 
 def test_batches_that_are_passed_one_by_one_are_not_compiled(monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -41,8 +42,8 @@ DATA = (X, (X[:, 0] > 0).astype(np.int32))
 
 def bits(trainer):
     """The bytes of every copy of a trainer's variables."""
-    roots = [trainer.model, trainer.optimizer, trainer._parts.state]
-    roots += [metric.variables for each in trainer._parts.metrics for metric in each.values()]
+    roots = [trainer.model, trainer.optimizer, access.state(trainer)]
+    roots += [metric.variables for each in access.metrics(trainer) for metric in each.values()]
     variables = variables_in_reach(roots, held_back=())
     copies = tf.nest.flatten(read_copies(variables, trainer.strategy))
     return [copy.numpy().tobytes() for copy in copies]

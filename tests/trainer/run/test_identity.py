@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def facts_of(made=model, optimizer=None, data=(X, Y), batch=4, kind=Trainer, **a
         del settings["loss_fn"]
     trainer = kind(model=made, **settings | arguments)
     found = batches(data, "train_data", trainer.strategy, batch if are_arrays(data) else None, 1)
-    trainer._start(found.first)
+    access.start(trainer, found.first)
     position = DataPosition(found, "exact")
     if are_arrays(data):
         position.content = of_arrays(data)
@@ -150,7 +151,7 @@ def facts_of(made=model, optimizer=None, data=(X, Y), batch=4, kind=Trainer, **a
     saver = RunSaver(trainer, trainer._parts, position, None)
     facts = saver.facts() | saver.identity()
     facts["data"] += facts["pipeline"]
-    return facts | {"variables": trainer._parts.checkpoints._variables}
+    return facts | {"variables": access.checkpoints(trainer)._variables}
 
 
 def schedule(steps):

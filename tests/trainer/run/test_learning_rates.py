@@ -1,5 +1,6 @@
 """The learning rates in the log are those that the updates used."""
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -73,4 +74,4 @@ def test_a_schedule_may_compute_with_floats():
     summary = trainer.train(slopes(1.0), steps=3, global_batch=1)
 
     np.testing.assert_allclose(summary.history["learning_rate"], [1.0, 1 / 2, 1 / 3], rtol=1e-6)
-    assert trainer._parts.plan.has_schedule
+    assert access.plan(trainer).has_schedule

@@ -1,5 +1,6 @@
 """The estimate of the memory that a replica needs during a step."""
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_the_memory_of_a_dense_layer(mirrored, replicas, num_microbatches):
     strategy = mirrored(replicas) if replicas > 1 else "default"
     trainer = Dense(strategy=strategy, num_microbatches=num_microbatches, verbose=False)
     batch = tf.ones([8, 3])
-    trainer._start(batch)
+    access.start(trainer, batch)
     found = memory_of(trainer, batch)
     examples = 8 // (replicas * num_microbatches)
 
@@ -89,7 +90,7 @@ def test_the_memory_of_a_dense_layer(mirrored, replicas, num_microbatches):
 def test_a_last_microbatch_is_rounded_up():
     """With 7 examples in 2 microbatches, the larger one has 4."""
     trainer = Dense(num_microbatches=2, verbose=False)
-    trainer._start(tf.ones([8, 3]))
+    access.start(trainer, tf.ones([8, 3]))
 
     assert activation_bytes(trainer, tf.ones([7, 3])) == 4 * 4 * (5 + 1)
 
@@ -97,7 +98,7 @@ def test_a_last_microbatch_is_rounded_up():
 def test_half_precision_halves_activations():
     """Activations in float16 have 2 bytes; casts of inputs and weights are counted as well."""
     trainer = Dense(precision="mixed_float16", verbose=False)
-    trainer._start(tf.ones([8, 3]))
+    access.start(trainer, tf.ones([8, 3]))
     casts = 2 * (8 * 3 + 15)
 
     assert activation_bytes(trainer, tf.ones([8, 3])) == casts + 2 * 8 * (5 + 1)
@@ -125,7 +126,7 @@ def test_a_loop_counts_as_often_as_it_runs(cell):
 
         trainer = Recurrent(verbose=False, jit_compile=False)
         batch = tf.ones([8, 12, 3])
-        trainer._start(batch)
+        access.start(trainer, batch)
         return activation_bytes(trainer, batch)
 
     assert memory() == pytest.approx(memory(unroll=True), rel=0.1)
@@ -147,7 +148,7 @@ def test_a_loop_without_lists_counts_once():
 
     trainer = Looping(verbose=False, jit_compile=False)
     batch = tf.ones([8, 3])
-    trainer._start(batch)
+    access.start(trainer, batch)
     # The matrix product, one product in the loop, and a sum; and the number of turns.
     assert activation_bytes(trainer, batch) == 4 * 8 * (5 + 5 + 1) + 4
 
@@ -165,6 +166,6 @@ def test_quantized_weights_are_weights():
 
     trainer = Quantized(verbose=False, jit_compile=False)
     batch = tf.ones([8, 32])
-    trainer._start(batch)
+    access.start(trainer, batch)
     floats = 4 * (32 * 2 + 2 * 64 + 64)  # the adapter, and a scale for each column
     assert memory_of(trainer, batch).weights == 32 * 64 + floats

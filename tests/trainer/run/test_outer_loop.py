@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import STEEP, Linear, slopes
 
 import scaling
 from trainer import Action, Trainer
-from trainer.data.batches import untuned
 from trainer.report.facts import settings_rows
 from trainer.report.reading import read_run
 

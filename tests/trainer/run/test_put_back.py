@@ -2,6 +2,7 @@
 
 import contextlib
 
+import access
 import keras
 import pytest
 import tensorflow as tf
@@ -38,7 +39,7 @@ class WithCounter(Linear):
 
 def metric_variables(trainer):
     """The variables of the metrics of training and evaluation, and of the user's own metric."""
-    metrics = [metric for each in trainer._parts.metrics for metric in each.values()]
+    metrics = [metric for each in access.metrics(trainer) for metric in each.values()]
     metrics.append(trainer.own_metric)
     return [variable for metric in metrics for variable in metric.variables]
 
@@ -63,7 +64,7 @@ def test_every_variable_is_put_back(mirrored, replicas, raises):
     before, totals, metrics = all_copies(trainer), trainer.totals, metric_bits(trainer)
     expected = pytest.raises(tf.errors.AbortedError) if raises else contextlib.nullcontext()
     with expected, put_back(trainer, trainer._parts):
-        trainer._parts.state.outcomes.assign_add(tf.ones_like(trainer._parts.state.outcomes))
+        access.state(trainer).outcomes.assign_add(tf.ones_like(access.state(trainer).outcomes))
         trainer.counter.assign(7.0)
         changed = [*trainer.model.variables, *trainer.optimizer.variables]
         for variable in [*changed, *metric_variables(trainer)]:

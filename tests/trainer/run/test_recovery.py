@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
         "batches_left_out": 2,
         "interval_begun": 5,
     }
-    position = trainer._trained_on[-1]
+    position = access.position(trainer)
     assert (trainer.totals.attempted, position.taken) == (8, 10)
     saved = json.loads((tmp_path / "ckpt-8" / "run.json").read_text())
     assert (saved["batches_taken"], saved["divergence"]["recoveries"]) == (10, 1)
@@ -150,7 +151,7 @@ def test_each_recovery_draws_new_random_numbers(tmp_path):
 
     class Drawing(Noisy):
         def on_recovery(self, step, restored):
-            drawn.append(int(self._parts.state.random_seed.numpy()))
+            drawn.append(int(access.state(self).random_seed.numpy()))
 
     trainer = Drawing(
         model_dir=tmp_path,
@@ -198,7 +199,7 @@ def test_a_killed_run_remembers_its_recoveries(tmp_path):
     ends = [list(all_copies(trainer).values()) for trainer in (whole, again)]
     assert_same_bits(*[dict(enumerate(end)) for end in ends])
     assert again._watch.state() == whole._watch.state()
-    assert again._trained_on[-1].taken == whole._trained_on[-1].taken == 10
+    assert access.position(again).taken == access.position(whole).taken == 10
 
 
 @pytest.mark.slow
@@ -214,7 +215,7 @@ def test_a_loss_that_rises_past_a_window(tmp_path):
 
     [line] = recoveries(tmp_path)
     assert (line["step"], line["restored"], line["batches_left_out"]) == (7, 4, 3)
-    assert (trainer.totals.attempted, trainer._trained_on[-1].taken) == (8, 11)
+    assert (trainer.totals.attempted, access.position(trainer).taken) == (8, 11)
 
 
 @pytest.mark.slow

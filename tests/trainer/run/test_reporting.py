@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, slopes
 
 from trainer import Divergence, TrainingStuckError
 from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint import CheckpointError
-from trainer.data.batches import untuned
 from trainer.log.run_log import RunLog
 from trainer.run.reporting import Reporter
 from trainer.step.report import StepReport

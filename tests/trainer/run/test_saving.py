@@ -3,6 +3,7 @@
 import json
 import time
 
+import access
 import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
@@ -135,7 +136,7 @@ def test_a_run_with_a_rule_of_one_s_own_is_resumed(tmp_path):
 def test_a_halted_run_may_go_on(tmp_path):
     """`resume` clears the halt that an error of an earlier call of `train` has left."""
     trainer, saver = trained(tmp_path)
-    state = trainer._parts.state
+    state = access.state(trainer)
     state.halted.assign(True)
     state.consecutive_skips.assign(9)
     saver.resume(RunLog(None, "quiet"), 10)
@@ -151,7 +152,7 @@ def test_an_allowed_seed_takes_effect(tmp_path, seed, expected):
     trained(tmp_path, seed=1)
     trainer, _ = trained(tmp_path, steps=4, seed=seed, allow_changes=["seed"])
 
-    assert int(trainer._parts.state.random_seed.numpy()) == expected
+    assert int(access.state(trainer).random_seed.numpy()) == expected
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 
+import access
 import keras
 import numpy as np
 import plans
@@ -308,7 +309,7 @@ def restless():
 
     def reset():
         trainer.model.trainable_variables[0].assign([[0.0]])
-        trainer._parts.state.loss_scaler.assign(rule.initial_state())
+        access.state(trainer).loss_scaler.assign(rule.initial_state())
         return trainer
 
     return reset
@@ -444,7 +445,7 @@ def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
         strategy=mirrored(replicas) if replicas > 1 else "default", global_clipnorm=7.0
     )
     batch = {"x": np.array([[2], [2]]), "slope": np.array([6.0, 8.0], np.float32)}
-    trainer._start(tf.nest.map_structure(tf.constant, batch))
+    access.start(trainer, tf.nest.map_structure(tf.constant, batch))
     before = copies(trainer.model.trainable_variables[0])[0]
     [report] = attempt(trainer, [batch])
     moved = before - copies(trainer.model.trainable_variables[0])[0]
@@ -749,11 +750,11 @@ def test_a_model_that_is_built_when_called(mirrored, replicas):
 
 
 STEPS_IN_XLA = """
-import numpy as np, tensorflow as tf
+import access, numpy as np, tensorflow as tf
 from helpers import Linear, slopes
 
 trainer = Linear(precision="mixed_float16", loss_scale="dynamic", verbose=False)
-trainer._start(slopes(0.1, 0.5))
+access.start(trainer, slopes(0.1, 0.5))
 step = tf.function(trainer.train_step, jit_compile=True)
 for number in (0.1, np.inf, 0.2, 1e30, 0.3):
     batch = slopes(number, 0.5)

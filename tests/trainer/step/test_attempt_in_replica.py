@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import access
 import fake_tpu
 import keras
 import numpy as np
@@ -52,8 +53,8 @@ def traced(**arguments):
     """The graph of the step that `train` would run."""
     trainer = Noisy(strategy=fake_tpu.strategy(), jit_compile=False, seed=1, **arguments)
     dataset = data()
-    trainer._start(next(iter(dataset)))
-    loop = trainer._parts.run_steps.python_function
+    access.start(trainer, next(iter(dataset)))
+    loop = access.steps(trainer).python_function
     assert loop.args[0].__wrapped__.__func__ is Noisy.train_step is Trainer.train_step
     return tf.function(trainer.train_step).get_concrete_function(dataset.element_spec).graph
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -157,6 +158,6 @@ def test_a_step_uses_the_kernel_unless_xla_compiles_it(jit_compile, fused):
     images = np.ones([8, 4, 4, 1], np.float32)
     dataset = tf.data.Dataset.from_tensors((images, np.ones([8, 1], np.float32)))
     trainer.train(dataset, steps=1)
-    loop = trainer._parts.run_steps.get_concrete_function(iter(dataset), tf.constant(1))
+    loop = access.steps(trainer).get_concrete_function(iter(dataset), tf.constant(1))
 
     assert ("FusedBatchNormV3" in str(loop.graph.as_graph_def())) == fused

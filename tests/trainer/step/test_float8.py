@@ -2,6 +2,7 @@
 
 import functools
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -314,7 +315,7 @@ def test_scales_have_no_moving_average(frequency):
     kernel, scale = layer.kernel.numpy(), float(layer.kernel_scale)
     average = optimizer.variables[2].numpy()
     assert optimizer.variables[2].shape == kernel.shape
-    with evaluated_weights(trainer._parts.plan, averaged=True):
+    with evaluated_weights(access.plan(trainer), averaged=True):
         np.testing.assert_array_equal(layer.kernel.numpy(), average)
         assert float(layer.kernel_scale) == scale < 1.0
     np.testing.assert_array_equal(layer.kernel.numpy(), kernel)

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import access
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import untuned
 from helpers import Linear, slopes
 
 import scaling
@@ -15,7 +17,6 @@ from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
 from scaling.telemetry.record import read_record
 from scaling.telemetry.simulate_rules import best_fixed_scale, compare, simulate_rule
-from trainer.data.batches import untuned
 from trainer.step.measure import measure
 
 pytestmark = pytest.mark.sampled
@@ -186,7 +187,7 @@ def recording(tmp_path):
 
 def operations(trainer):
     """The types of operations in a trainer's loop, including the functions it calls."""
-    [concrete] = trainer._parts.run_steps._list_all_concrete_functions()
+    [concrete] = access.steps(trainer)._list_all_concrete_functions()
     functions = concrete.graph.as_graph_def().library.function
     return {node.op for function in functions for node in function.node_def}
 

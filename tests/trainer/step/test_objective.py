@@ -2,6 +2,7 @@
 
 import re
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -362,16 +363,16 @@ def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
     """
     strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
     trainer = poisoned(strategy, alternate, on_overflow="retry")
-    start, state = read_copies(trainer.moving(), strategy), trainer._parts.state.loss_scaler.state
+    start, state = read_copies(trainer.moving(), strategy), access.state(trainer).loss_scaler.state
     for bad in NAMES:
         batch = points(6, [bad], slope=1e4)
-        trainer._parts.state.loss_scaler.assign(state)
-        reset_step_count(trainer._parts.state)
+        access.state(trainer).loss_scaler.assign(state)
+        reset_step_count(access.state(trainer))
         [retried] = attempt(trainer, [batch])
         after = trainer.bits()
         write_copies(trainer.moving(), start, strategy)
-        reset_step_count(trainer._parts.state)
-        trainer._parts.state.loss_scaler.assign(
+        reset_step_count(access.state(trainer))
+        access.state(trainer).loss_scaler.assign(
             state._replace(loss_scale=tf.constant(retried.loss_scale))
         )
         [at_once] = attempt(trainer, [batch])

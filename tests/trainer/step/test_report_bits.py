@@ -1,5 +1,6 @@
 """A report as one vector: every bit of it is kept."""
 
+import access
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -97,7 +98,7 @@ def test_a_field_of_another_kind_is_refused(wrong, got):
 def test_a_step_that_is_one_program_returns_one_vector():
     """The program has no other result; in the loop nothing is packed again."""
     trainer = trained_small(jit_compile="step", precision="mixed_float16")
-    loop = trainer._parts.run_steps
+    loop = access.steps(trainer)
     [concrete] = loop._list_all_concrete_functions()
     nodes = [node for f in concrete.graph.as_graph_def().library.function for node in f.node_def]
     results = [len(n.attr["Tout"].list.type) for n in nodes if n.attr["_XlaMustCompile"].b]

@@ -2,6 +2,7 @@
 
 import re
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_every_compile_mode_computes_the_same(make, mode):
 def test_elementwise_compiles_no_products_or_convolutions():
     """In mode "elementwise", XLA compiles elementwise operations but no product or convolution."""
     trainer = trained_small(jit_compile="elementwise")
-    group = trainer._parts.plan.groups[0]
+    group = access.plan(trainer).groups[0]
     [graph] = [each.graph for each in group.differentiate._list_all_concrete_functions()]
     compiled = set()
     for operation in graph.get_operations():
@@ -192,7 +193,7 @@ def test_a_whole_step_is_one_program():
     one function, which XLA compiles.
     """
     trainer = trained_small(precision="mixed_float16", jit_compile="step")
-    [(definition, library)] = traced_functions(trainer._parts.run_steps)
+    [(definition, library)] = traced_functions(access.steps(trainer))
     [program] = compiled_functions(definition, library)
     inside = {node.op for node, _ in used_nodes(library[program], library, set())}
     others = {name: function for name, function in library.items() if name != program}
@@ -334,11 +335,11 @@ def test_what_is_constant_in_a_report_is_no_result_of_the_program():
     the report is complete.
     """
     trainer = trained_small(jit_compile="step")
-    definition, library = traced_functions(trainer._parts.run_steps)[0]
+    definition, library = traced_functions(access.steps(trainer))[0]
     [name] = compiled_functions(definition, library)
     returned = {each.name for each in library[name].signature.output_arg}
     data = tf.data.Dataset.from_tensors((IMAGES, LABELS)).repeat()
-    report, _ = trainer._parts.run_steps(iter(data), tf.constant(2))
+    report, _ = access.steps(trainer)(iter(data), tf.constant(2))
 
     assert len(returned) < len(report)
     assert report.retries.numpy().tolist() == [0, 0]

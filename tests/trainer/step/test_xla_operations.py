@@ -1,5 +1,6 @@
 """Which operations XLA cannot compile is read from the traced graph."""
 
+import access
 import keras
 import pytest
 import tensorflow as tf
@@ -156,4 +157,4 @@ def test_a_step_that_is_one_program_uses_no_int32_variable(rule):
     )
     trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
-    assert operations_on_int32_variables(trainer._parts.run_steps) == []
+    assert operations_on_int32_variables(access.steps(trainer)) == []
