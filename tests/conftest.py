@@ -54,7 +54,6 @@ def pytest_configure(config):
 
 # Slow files start first, so that none of them runs alone at the end.
 FIRST = (
-    "laws/test_resume.py",
     "laws/test_workers.py",
     "strategies/test_workers.py",
     "trainer/loop/test_parameter_server.py",

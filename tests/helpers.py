@@ -99,6 +99,11 @@ def all_copies(trainer, *, metrics=True):
     }
 
 
+def digest(array):
+    """Returns the SHA-256 of an array's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
 def digests_of_run(trainer, batches):
     """Digests of every copy of the run's variables, and of so many next batches of (x, y)."""
     arrays = {
@@ -109,7 +114,7 @@ def digests_of_run(trainer, batches):
     for place in range(batches):
         leaves = next(access.position(trainer).iterator)
         arrays[f"batch {place}"] = np.concatenate([leaf.numpy() for leaf in leaves], axis=1)
-    return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
+    return {name: digest(array) for name, array in arrays.items()}
 
 
 def assert_same_bits(before, after):

@@ -9,7 +9,7 @@ import zipfile
 import h5py
 import numpy as np
 import tensorflow as tf
-from chaos.runs_to_kill import digest
+from helpers import digest
 
 from trainer.checkpoint.folder import DamagedError, committed, read_manifest
 

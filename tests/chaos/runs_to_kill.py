@@ -50,6 +50,7 @@ KINDS = {
         "reduce_dtype": "bfloat16",
         "reduce_bucket_bytes": 64,
     },
+    "one_program": {"jit_compile": "step"},
     "retry": {"on_overflow": "retry", "max_retries": 1},
     "ema": {"ema_momentum": 0.9, "record_gradients": True, "eval_interval": 8, "keep_best": 1},
     "evaluation": {"eval_interval": 3, "evaluate_at_start": True, "keep_best": 2},
