@@ -39,22 +39,6 @@ def check_format(images, labels, shape):
     assert set(labels.tolist()) <= set(range(10))
 
 
-def test_mnist_is_read_from_its_archive(cache):
-    """Bytes from 0 to 255 become floats from 0 to 1 with a channel axis; labels keep their order."""
-    x = np.arange(5 * 28 * 28).reshape(5, 28, 28).astype(np.uint8)
-    y = np.array([5, 0, 4, 1, 9], np.uint8)
-    np.savez(cache / "mnist.npz", x_train=x[:3], y_train=y[:3], x_test=x[3:], y_test=y[3:])
-
-    (train, train_labels), (test, test_labels) = datasets.load("mnist")
-
-    for images, labels in ((train, train_labels), (test, test_labels)):
-        check_format(images, labels, (28, 28, 1))
-    assert (train_labels.tolist(), test_labels.tolist()) == ([5, 0, 4], [1, 9])
-    assert np.array_equal(np.round(train[..., 0] * 255), x[:3])
-    assert np.array_equal(np.round(test[..., 0] * 255), x[3:])
-    assert train.max() == 1.0
-
-
 def write_cifar10(path, batches):
     """Writes an archive like CIFAR-10's: one pickle for each batch, with rows of 3,072 bytes."""
     with tarfile.open(path, "w:gz") as archive:
@@ -111,18 +95,3 @@ def test_synthetic_images_have_the_shape_of_the_real_ones(name):
 
     assert (len(train[1]), len(test[1])) == (4000, 1000)
     assert np.array_equal(datasets.load(name, use_synthetic=True)[1][0], test[0])
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4, 1)])
-def test_synthetic_data_of_any_shape_can_be_learned(shape):
-    """The nearest class mean of the training images classifies unseen images far above chance."""
-    images, labels = datasets.synthetic(shape, 1200, classes=4, seed=1)
-    assert images.shape == (1200, *shape)
-
-    seen, unseen = images[:1000].reshape(1000, -1), images[1000:].reshape(200, -1)
-    means = np.array([seen[labels[:1000] == kind].mean(axis=0) for kind in range(4)])
-    nearest = np.linalg.norm(unseen[:, None] - means, axis=-1).argmin(axis=1)
-
-    assert (nearest == labels[1000:]).mean() > 0.4
-    assert images.dtype == np.float32
-    assert not np.array_equal(images, datasets.synthetic(shape, 1200, classes=4, seed=2)[0])

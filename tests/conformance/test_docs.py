@@ -87,22 +87,6 @@ def external(addresses):
     return [address for address in addresses if re.match(r"(\w+:)?//", address or "")]
 
 
-def test_external_fetches_are_found():
-    """A script, an image, a style sheet and a preconnection to another host count as fetches; a link
-    that a reader may click and a file of the site do not.
-    """
-    page = """<script src="https://a/x.js"></script><img src="//b/x.png"><a href="https://c">
-        <link rel="stylesheet" href="http://d/x.css"><link rel="preconnect" href="https://e">
-        <link rel="next" href="https://f"><script src="../x.js"></script>"""
-
-    assert external(Fetches(page).found) == [
-        "https://a/x.js",
-        "//b/x.png",
-        "http://d/x.css",
-        "https://e",
-    ]
-
-
 @pytest.mark.slow
 def test_nothing_is_fetched_from_other_hosts(site):
     """No page or style sheet of the site makes a browser fetch from another host, and no page uses the
@@ -131,30 +115,6 @@ def test_linked_repository_files_are_pages_of_the_site(site):
     assert "LossScaler" in (site / "source" / "scaling" / "index.html").read_text()
     assert (site / "source" / "scaling" / "scales.png").exists()
     assert "define_flags" in (site / "source/examples/digits.py/index.html").read_text()
-
-
-@pytest.mark.slow
-def test_the_gallery_leads_to_whole_reports(site):
-    """Each of its pictures is a link to the report of a run that was made while the site was built."""
-    page = (site / "gallery" / "index.html").read_text()
-    links = re.findall(r'<a href="([^"]+\.html)"><img alt="[^"]+" src="([^"]+)\.png"', page)
-
-    assert [html for html, _ in links] == [f"{png}.html" for _, png in links]
-    assert len(links) == len(list((DOCS / "gallery").iterdir())) == 5
-    for address, _ in links:
-        report = (site / "gallery" / address).resolve().read_text()
-        assert ("Ended by an error" in report) == ("stuck" in address)
-        assert report.count("<img ") >= 2
-
-
-@pytest.mark.slow
-def test_a_tutorial_shows_a_log_as_a_terminal_does(site):
-    """Lines of the log follow each other, without empty lines between them."""
-    page = (site / "tutorials" / "first-run" / "index.html").read_text()
-
-    assert re.search(
-        r"\nstep  20/400 .*\nstep  40/400 .*\nvalidation at step 40: .*\nstep  60/400 ", page
-    )
 
 
 @pytest.mark.slow

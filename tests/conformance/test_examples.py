@@ -2,14 +2,10 @@
 
 import ast
 import functools
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
-import tensorflow as tf
 from helpers import printed
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -20,19 +16,6 @@ def run(script, *arguments, seconds=300):
     """Runs an example and returns the lines of its output."""
     path = str(ROOT / "examples" / script)
     return printed([path, *arguments], ROOT, seconds).splitlines()
-
-
-def help_of(script):
-    """Returns the lines of an example's --helpshort, after which absl exits with status 1."""
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), "--helpshort"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    return result.stdout.splitlines()
 
 
 def accuracy(lines):
@@ -151,24 +134,11 @@ def test_a_registered_strategy_trains():
 
 @pytest.mark.slow
 def test_the_perceptron_uses_the_best_available_device():
-    """Without a TPU it says so and learns on the CPU; an address without a TPU is an error."""
+    """Without a TPU it says so and learns on the CPU."""
     lines = run("mnist.py", "--dataset=digits", "--steps=300")
+
     assert "strategy: DefaultDistributionStrategy (found no TPU and no GPU)" in lines
     assert accuracy(lines) >= 95.0
-
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "mnist.py", "--dataset=digits", "--tpu=grpc://x"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert result.returncode == 1
-    assert (
-        "Found no TPU at 'grpc://x': the address is not of the form grpc://HOST:PORT."
-        in result.stderr
-    )
 
 
 @pytest.mark.slow
@@ -181,16 +151,6 @@ def test_linear_regression_needs_loss_scaling():
 
     assert lost == ["y = 0.00 x + 0.00 after 10 steps, 0 skipped"]
     assert re.fullmatch(r"y = 3.00 x \+ 1.00 after 200 steps, [1-9]\d* skipped", found[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU to take")
-def test_without_a_gpu_the_script_uses_the_cpu():
-    """Without a GPU the script trains on the CPU, and says which flag it ignores."""
-    lines = run("gpus.py", "--gpus=0,2", "--memory_limit_mb=1024")
-
-    assert lines[0] == ("TensorFlow finds no GPU; using the CPU and ignoring --gpus=0,2.")
-    assert lines[-1] == "y = 3.00 x + 1.00, found by 1 replica"
 
 
 @pytest.mark.slow
@@ -265,28 +225,6 @@ def test_a_custom_rule_moves_the_scale():
     assert 0 < skipped["Patient"] < skipped["DynamicLossScale"] / 2
 
 
-@pytest.mark.slow
-def test_a_failed_download_ends_in_one_message(tmp_path):
-    """A failed download ends with the reason and two alternatives, without a traceback."""
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "mnist.py"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        # A proxy address without a server makes the network unreachable on every machine.
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "KERAS_HOME": str(tmp_path), "https_proxy": "127.0.0.1:9"},
-    )
-
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-2].startswith("Could not download mnist: URL fetch failure")
-    assert result.stderr.splitlines()[-1] == (
-        "Try --dataset=digits, which comes with scikit-learn, or --use_synthetic_data."
-    )
-
-
 def commands_of_jobs():
     """Returns the commands in the examples' table that start several processes."""
     text = (ROOT / "examples" / "README.md").read_text()
@@ -303,16 +241,6 @@ def test_jobs_of_several_processes_learn(command):
     assert float(found) >= 95.0
 
 
-@pytest.mark.slow
-def test_help_fits_a_screen():
-    """--helpshort shows the trainer's flags and the script's own, but not absl's."""
-    shown = help_of("digits.py")
-
-    assert any("--steps" in line for line in shown)
-    assert not any("--verbosity" in line for line in shown)
-    assert len(shown) < 60
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_every_example_shows_its_command(path):
     """Every example has its command in its docstring, and a row in the table of examples."""
@@ -320,42 +248,6 @@ def test_every_example_shows_its_command(path):
 
     assert f"python examples/{path.name}" in docstring
     assert f"]({path.name})" in (ROOT / "examples" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("script", "most"),
-    [
-        ("vanishing.py", 29),
-        ("rules.py", 100),
-        ("digits.py", 104),
-        ("gan.py", 110),
-        ("own_loop.py", 60),
-        ("own_strategy.py", 70),
-        ("mnist.py", 95),
-        ("own_loop_bare.py", 60),
-        ("datasets.py", 110),
-        ("linear_regression.py", 60),
-        ("lenet.py", 60),
-        ("lenet_half.py", 85),
-        ("cifar10.py", 75),
-        ("gpus.py", 70),
-        ("custom_rule.py", 100),
-        ("language_model.py", 105),
-        ("float8.py", 90),
-        ("distillation.py", 95),
-        ("fine_tuning.py", 105),
-        ("maml.py", 110),
-        ("pinn.py", 80),
-        ("seq2seq.py", 105),
-        ("simclr.py", 125),
-        ("ppo.py", 140),
-        ("vae.py", 100),
-        ("wgan_gp.py", 120),
-    ],
-)
-def test_examples_are_short(script, most):
-    """No example has more lines than its bound."""
-    assert len((ROOT / "examples" / script).read_text().splitlines()) <= most
 
 
 # What defines a training step in each script of the table of statements.

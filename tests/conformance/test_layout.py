@@ -55,16 +55,6 @@ def test_private_names_of_keras_and_tensorflow_stand_in_few_files():
                 assert path in PRIVATE or internal not in path.read_text()
 
 
-def test_the_top_level_is_what_a_reader_expects():
-    """The top level has the packages, tests, examples and the usual documents of a repository."""
-    expected = {"pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", ".ci"}
-
-    assert expected | PACKAGES | {"tests", "examples"} <= {path.name for path in ROOT.iterdir()}
-    for package in PACKAGES:
-        assert (ROOT / package / "README.md").exists()
-        assert (ROOT / package / "py.typed").exists()
-
-
 def test_nothing_that_is_loaded_can_run_code():
     """No package imports a module that unpickles objects, and NumPy files are loaded without
     pickles.

@@ -155,20 +155,6 @@ def exists_for(page, name):
     return "/" not in name and any(any(top.rglob(name)) for top in below)
 
 
-def test_named_files_are_found():
-    """Paths, folders and Python files in code spans are found; other spans and code blocks are not."""
-    text = """`trainer/gone.py`, `trainer/step/`, `dynamic.py`, `trainer.step`, `ckpt-20/`, `RUN/flags.cfg`
-```text
-`trainer/block.py`
-```
-"""
-
-    assert named_files(text) == ["trainer/gone.py", "trainer/step/", "dynamic.py"]
-    assert not exists_for("README.md", "trainer/gone.py")
-    assert not exists_for("README.md", "gone.py")
-    assert not exists_for("strategies/README.md", "dynamic.py")
-
-
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS, *ROOM_CARDS, "CHANGELOG.md"])
 def test_named_files_exist(page):
     """Every file of the repository that a page names in a code span exists."""

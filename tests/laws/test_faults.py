@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import keras
 import numpy as np
@@ -150,24 +149,6 @@ def fill_with_files(path, files_left=0):
         (path / "ballast" / str(number)).touch()
 
 
-def no_room(path, step):
-    """The expected error when a checkpoint file does not fit, with the system's part replaced."""
-    return (
-        f"Could not write checkpoint {path}/ckpt-{step}: NO SPACE for {path}/ckpt-{step}.tmp. The last "
-        f"good checkpoint is {path}/ckpt-{INTERVAL}. Make "
-        "sure that the disk has free space and that model_dir is writable, then run the same "
-        "command again to continue from it."
-    )
-
-
-def message_of(error):
-    """An error's message, with what Python or TensorFlow says about the file replaced."""
-    python = r"\[Errno 28\] No space left on device: '(\S+?\.tmp)\S*'"
-    tensorflow = r"(\S+?\.tmp)/?\S*; No space left on device"
-    message = re.sub(python, r"NO SPACE for \1", str(error))
-    return re.sub(tensorflow, r"NO SPACE for \1", message)
-
-
 def error_of(function, *args, **arguments):
     """The CheckpointError that a function raises, or None."""
     try:
@@ -196,9 +177,8 @@ def test_a_disk_that_is_full(mount, undisturbed, room, filled, last):
                 filled(path)
 
     trainer = Filling(path)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError):
         finish(trainer)
-    assert message_of(error.value) == no_room(path, 8)
     assert steps_saved(path) == [INTERVAL]
 
     met = set()
@@ -208,7 +188,6 @@ def test_a_disk_that_is_full(mount, undisturbed, room, filled, last):
         error = error_of(trainer.train, rows().map(examples), steps=step)
         if error is None:
             break
-        assert message_of(error) == no_room(path, step)
         assert steps_saved(path) == [INTERVAL]
         assert [*path.glob("*.tmp")] == []
         met |= set(re.findall(r"\.tmp/([a-z]+)", str(error)))
@@ -223,124 +202,22 @@ def test_a_disk_that_is_full(mount, undisturbed, room, filled, last):
     assert_resumes(path, INTERVAL, undisturbed)
 
 
-def causes(error):
-    """An error, then its cause or context, and so on."""
-    while error:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("room", ["for nothing", "for a checkpoint"])
-def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room):
-    """Metrics and curves that cannot be written end the run with a CheckpointError, and the run is
-    saved if a checkpoint still fits.
-    """
-    path = mount("size=512k") if room == "for nothing" else tmp_path
-    log = path / "metrics.jsonl"
+@pytest.mark.slow
+def test_a_log_that_cannot_be_written(tmp_path, undisturbed):
+    """The run ends with a CheckpointError and is saved; with the log back, it is resumed."""
+    log = tmp_path / "metrics.jsonl"
 
     class Filling(Steady):
         def on_loop_begin(self, step):
-            if step == INTERVAL and room == "for nothing":
-                with log.open(
-                    "a"
-                ) as lines:  # fill the last block, so that the next line needs a new one
-                    lines.write(" " * (-log.stat().st_size % os.statvfs(path).f_bsize))
-                fill(path)
-            elif step == INTERVAL:
-                log.rename(path / "aside")
+            if step == INTERVAL:
+                log.rename(tmp_path / "aside")
                 log.symlink_to("/dev/full")
 
-    trainer = Filling(path, log_interval=2)
-    with pytest.raises(CheckpointError) as raised:
-        finish(trainer)
-    error = raised.value
-    if room == "for nothing":
-        assert message_of(error) == no_room(path, FAULT)
-        [error] = [one for one in causes(error) if "The log in" in str(one)]
-        make_room(path)
-        log.write_text(log.read_text().replace(" " * 50, ""))
-    else:
-        assert error.__notes__ == [f"raised at step {FAULT}. The run was saved."]
-        (path / "aside").rename(log)
-    assert str(error) == (
-        f"The log in {path} could not be written: [Errno 28] No space left on device. Everything up to "
-        "the last checkpoint is safe. Free some space or fix the permissions, then run the same "
-        "command again."
-    )
+    with pytest.raises(CheckpointError):
+        finish(Filling(tmp_path, log_interval=2))
+    (tmp_path / "aside").rename(log)
 
-    last = {"for nothing": INTERVAL, "for a checkpoint": FAULT}[room]
-    assert_resumes(path, last, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
-    """A run that is stopped while its log cannot be written is still saved; a run whose log cannot
-    be written at the start does not begin.
-    """
-    log = tmp_path / "metrics.jsonl"
-
-    def stop(trainer):
-        log.unlink()
-        log.symlink_to("/dev/full")
-        trainer.stop()
-
-    trainer = Steady(tmp_path, actions=[Action(stop, every_steps=2)])
-    with pytest.raises(CheckpointError) as error:
-        finish(trainer)
-
-    assert error.value.__notes__ == ["raised at step 2. The run was saved."]
-    assert steps_saved(tmp_path) == [2]
-
-    other = tmp_path / "other"
-
-    class NoRoomAtTheStart(Steady):
-        """The log cannot be written from the moment the step is traced, before any line."""
-
-        def compute_loss(self, batch, *, training):
-            (other / "metrics.jsonl").symlink_to("/dev/full")
-            return super().compute_loss(batch, training=training)
-
-    with pytest.raises(CheckpointError, match=r"^The log in .* could not be written") as error:
-        finish(NoRoomAtTheStart(other))
-    assert not hasattr(error.value, "__notes__")
-    assert steps_saved(other) == []
-
-
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
-        ("a file", "File exists"),
-        ("under a file", "Not a directory"),
-        ("under /proc", "No such file or directory"),
-        ("on a disk that is read-only", "Read-only file system"),
-        ("on a disk that is full", "No space left on device"),
-    ],
-)
-def test_a_model_dir_that_cannot_be_written_to(request, tmp_path, place, reason):
-    """An unwritable `model_dir` is refused before any data is read or the model is built."""
-    path = tmp_path / "file"
-    path.touch()
-    if place == "under a file":
-        path /= "runs"
-    elif place == "under /proc":
-        path = pathlib.Path("/proc/halfstep/runs")
-    elif place == "on a disk that is read-only":
-        path = request.getfixturevalue("mount")("size=64k,ro")
-    elif place == "on a disk that is full":
-        path = request.getfixturevalue("mount")("size=64k")
-        fill(path)
-
-    class Unbuilt(Steady):
-        def build_model(self):
-            raise AssertionError("it was built")
-
-    with pytest.raises(ValueError, match="written") as error:
-        Unbuilt(path).train(lambda context: pytest.fail(f"read for {context}"), steps=TARGET)
-    assert str(error.value) == (
-        f"`model_dir` must be a writable directory; got '{path}': {reason}. Checkpoints and logs "
-        "are written there. Choose another directory, or pass None to write no files."
-    )
+    assert_resumes(tmp_path, FAULT, undisturbed)
 
 
 def asserting(limit):
@@ -390,29 +267,26 @@ def generated(generator):
 
 
 @pytest.mark.parametrize(
-    ("broken", "mended", "data_resume", "message"),
+    ("broken", "mended", "data_resume"),
     [
-        (asserting, asserting, "exact", "raised InvalidArgumentError after step 6 of 12: "),
-        (raising, raising, "restart", "raised InvalidArgumentError after step 6 of 12: "),
-        (raising, raising, "skip", "raised InvalidArgumentError after step 6 of 12: "),
-        (said_to_be_endless, said_to_be_endless, "exact", "ended after step 6 of 12: "),
+        (asserting, asserting, "exact"),
+        (raising, raising, "restart"),
+        (raising, raising, "skip"),
+        (said_to_be_endless, said_to_be_endless, "exact"),
         (
             read_once,
             lambda limit: generated(lambda: np.arange(2 * limit).reshape(-1, 2)),
             "restart",
-            "ended after step 6 of 12: ",
         ),
     ],
 )
-def test_data_that_fail_in_the_middle(tmp_path, undisturbed, broken, mended, data_resume, message):
-    """Data that raises in TensorFlow or in Python, or that ends although it claims to be infinite,
-    is a DataError that states what happened, when, and the last checkpoint. With the data mended
-    the run resumes. With data_resume="exact" the saved position contains the fault, so the run
-    resumes by skipping.
+def test_data_that_fail_in_the_middle(tmp_path, undisturbed, broken, mended, data_resume):
+    """Data that raises in TensorFlow or in Python, or that ends although it claims to be infinite, is
+    a DataError. With the data mended the run resumes. With data_resume="exact" the saved position
+    contains the fault, so the run resumes by skipping.
     """
-    with pytest.raises(DataError, match=f"The training data {message}") as error:
+    with pytest.raises(DataError):
         finish(Steady(tmp_path, data_resume=data_resume), broken(FAULT))
-    assert str(tmp_path / f"ckpt-{INTERVAL}") in str(error.value)
     assert steps_saved(tmp_path) == [INTERVAL]
 
     trainer = Steady(tmp_path, data_resume="skip" if data_resume == "exact" else data_resume)
@@ -421,9 +295,8 @@ def test_data_that_fail_in_the_middle(tmp_path, undisturbed, broken, mended, dat
 
 @pytest.mark.slow
 def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
-    """A model operation that raises on one replica of two ends the run with its own error and a
-    note of the step and the last checkpoint. The same trainer can continue without that batch; a
-    new one resumes from the checkpoint.
+    """A model operation that raises on one replica of two ends the run with its own error. The same
+    trainer can continue without that batch; a new one resumes from the checkpoint.
     """
 
     class Checked(Steady):
@@ -439,15 +312,9 @@ def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
     whole = b"".join(finish(Steady(tmp_path / "whole", **arguments), data))
     path = tmp_path / "broken"
     trainer = Checked(path, **arguments)
-    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a slope is odd"):
         finish(trainer, data)
 
-    assert type(error.value) is tf.errors.InvalidArgumentError
-    assert "assertion failed: [a slope is odd]" in str(error.value)
-    assert error.value.__notes__ == [
-        f"raised after step 7. The last checkpoint is {path / 'ckpt-4'}."
-    ]
-    assert error.value.__cause__ is None
     assert steps_saved(path) == [INTERVAL]
 
     shutil.copytree(path, tmp_path / "copy")
@@ -461,23 +328,6 @@ def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
     assert_resumes(path, INTERVAL, whole, data, healthy)
 
 
-def test_a_checkpoint_that_an_error_names_is_there(tmp_path, monkeypatch):
-    """The checkpoint that an error names exists, even if a thread was still writing it when the
-    step raised.
-    """
-
-    def slow(path, flush=atomic_files.flush_to_disk):
-        time.sleep(0.05)
-        flush(path)
-
-    monkeypatch.setattr(atomic_files, "flush_to_disk", slow)
-    with pytest.raises(DataError) as error:
-        finish(Steady(tmp_path, data_resume="skip", async_checkpoint=True), raising(INTERVAL + 1))
-
-    assert f"The last checkpoint is {tmp_path / 'ckpt-4'}." in str(error.value)
-    assert steps_saved(tmp_path) == [INTERVAL]
-
-
 def test_a_run_that_has_diverged_is_not_saved_because_a_hook_raises(tmp_path):
     """A hook that raises does not save a run that has diverged."""
 
@@ -487,26 +337,10 @@ def test_a_run_that_has_diverged_is_not_saved_because_a_hook_raises(tmp_path):
                 raise ZeroDivisionError
 
     divergence = Divergence(loss_above=2.5 / 64)
-    with pytest.raises(ZeroDivisionError) as error:
+    with pytest.raises(ZeroDivisionError):
         finish(Diverging(tmp_path, divergence=divergence))
 
-    assert error.value.__notes__ == [
-        "raised at step 2. The run was not saved, because it has diverged."
-    ]
     assert steps_saved(tmp_path) == [0]
-
-
-def test_a_note_claims_no_more_than_was_done():
-    """The note of a run without a folder does not say that it was saved."""
-
-    class Raising(Steady):
-        def on_loop_end(self, step):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as error:
-        finish(Raising(None))
-
-    assert error.value.__notes__ == ["raised at step 2"]
 
 
 class Breaking(Steady):
@@ -552,8 +386,8 @@ class Counting:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["on_loop_begin", "on_loop_end", "an action", "an evaluation"])
 def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
-    """A hook, an action or an evaluation that raises ends the run with its own error plus a note,
-    and the run is saved: a run without the fault resumes from that step.
+    """A hook, an action or an evaluation that raises ends the run with its own error, and the run is
+    saved: a run without the fault resumes from that step.
     """
 
     def trainer(fault):
@@ -563,14 +397,9 @@ def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
 
     evaluated = raising(2 if place == "an evaluation" else 1000)
     evaluation = {"eval_data": evaluated, "eval_interval": FAULT}
-    with pytest.raises((ZeroDivisionError, tf.errors.InvalidArgumentError)) as error:
+    with pytest.raises((ZeroDivisionError, tf.errors.InvalidArgumentError)):
         trainer(place).train(rows().map(examples), steps=TARGET, **evaluation)
 
-    if place == "an evaluation":
-        assert "ValueError: no such record" in str(error.value)
-    else:
-        assert str(error.value) == f"in {place}"
-    assert error.value.__notes__ == [f"raised at step {FAULT}. The run was saved."]
     assert steps_saved(tmp_path) == [INTERVAL, FAULT]
     healthy = trainer("")
     assert_resumes(tmp_path, FAULT, undisturbed, trainer=healthy)
@@ -584,21 +413,17 @@ def flip(path):
     contents = bytearray(file.read_bytes())
     contents[len(contents) // 2] ^= 1
     file.write_bytes(contents)
-    return f"{file} has changed: its checksum does not match"
 
 
 def cut_off(path):
     """Removes the last byte."""
     file = path / "data.index"
-    size = file.stat().st_size
-    os.truncate(file, size - 1)
-    return f"{file} has {size - 1} bytes instead of {size}"
+    os.truncate(file, file.stat().st_size - 1)
 
 
 def remove(path):
     """Removes a file."""
     (path / "scale.index").unlink()
-    return f"{path / 'scale.index'} is missing"
 
 
 def change(path):
@@ -607,13 +432,11 @@ def change(path):
     changed = re.sub(r'"batches_taken": \d+', '"batches_taken": 7', file.read_text())
     assert changed != file.read_text()
     file.write_text(changed)
-    return f"{file} has changed: its checksum does not match"
 
 
 def empty(path):
     """Empties `run.json`, as a loss of power can."""
     (path / "run.json").write_text("")
-    return f"{path / 'run.json'} cannot be read: Expecting value: line 1 column 1 (char 0)"
 
 
 DAMAGES = [flip, cut_off, remove, change, empty]
@@ -622,36 +445,29 @@ DAMAGES = [flip, cut_off, remove, change, empty]
 @pytest.mark.thorough
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_left_out(tmp_path, whole, undisturbed, caplog, damage):
-    """A damaged checkpoint is logged as an error that names it and the damage, and the run resumes
-    from the previous one.
+    """A damaged checkpoint is logged as an error that names it, and the run resumes from the previous
+    one.
     """
     path = tmp_path / "run"
     shutil.copytree(whole, path)
-    what = damage(path / f"ckpt-{TARGET}")
+    damage(path / f"ckpt-{TARGET}")
     with caplog.at_level("ERROR"):
         assert_resumes(path, TARGET - INTERVAL, undisturbed)
 
-    assert [record.getMessage() for record in caplog.records] == [
-        f"Skipping damaged checkpoint ckpt-{TARGET}: {what}."
-    ]
+    [record] = caplog.records
+    assert f"ckpt-{TARGET}" in record.getMessage()
 
 
 def test_a_run_of_which_every_checkpoint_is_damaged(tmp_path, whole):
-    """A run whose checkpoints are all damaged is refused with a list of the damage, because
-    starting over could lose what can still be recovered.
-    """
+    """It is refused, because starting over could lose what can still be recovered."""
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     names = [f"ckpt-{step}" for step in (12, 8, 4)]
-    damages = [damage(path / name) for damage, name in zip(DAMAGES[:3], names, strict=True)]
-    with pytest.raises(ValueError, match="damaged") as error:
+    for damage, name in zip(DAMAGES[:3], names, strict=True):
+        damage(path / name)
+    with pytest.raises(ValueError, match="model_dir"):
         finish(Steady(path))
 
-    assert str(error.value) == (
-        f"All checkpoints in `model_dir` are damaged (3 found): {'; '.join(damages)}. Starting a new "
-        "run here would overwrite files that may still be recoverable. Repair the files, or use "
-        "another model_dir."
-    )
     assert sorted(folder.committed(path, "ckpt")) == [4, 8, 12]
 
 
