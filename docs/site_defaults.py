@@ -5,7 +5,7 @@ from typing import Any
 import griffe
 
 # Modules whose classes hold defaults, in the order in which one refers to the next.
-HOMES = ("config.groups", "config.checkpoint_config", "config.skip_policy", "step.clip")
+HOMES = ("config.groups", "config.checkpoints", "config.skips", "step.clip")
 
 
 class Defaults(griffe.Extension):

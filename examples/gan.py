@@ -10,7 +10,7 @@ does not let the other get ahead. Each batch, including its noise, is a function
 The loss scale starts at 2^24, which is far too high, so the first steps are skipped.
 """
 
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Trainer, Updates  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import numpy as np
@@ -89,7 +89,7 @@ def energy_distance(first, second):
 
 def main(_):
     """Trains, and compares the generator's points with the ring before and after."""
-    gan = make_trainer(Gan, alternate_optimizers=ALTERNATE.value)
+    gan = make_trainer(Gan, updates=Updates(alternate_optimizers=ALTERNATE.value))
     sample = tf.nest.map_structure(np.array, draw(-1, 2000))
     before = energy_distance(gan.predict(sample, global_batch=500), sample["real"])
     numbers = tf.data.Dataset.counter()

@@ -8,7 +8,7 @@ moves four times, and the policy plays on. Actor and critic are one model with o
 their losses are added.
 """
 
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Trainer, Updates  # isort: skip  # import first: it configures TensorFlow
 
 import sys
 
@@ -132,7 +132,7 @@ if __name__ == "__main__":
         steps=1600,
         global_batch=256,
         verbose="quiet",  # a turn takes less than a second
-        global_clipnorm=0.5,
+        updates=Updates(global_clipnorm=0.5),
         jit_compile="true",
     )
     app.run(main)

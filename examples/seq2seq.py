@@ -8,7 +8,7 @@ mask, Keras's layers carry it to the output, and the trainer takes the mean over
 are there, counted over the global batch: no subclass, and the same on any number of replicas.
 """
 
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Trainer, Updates  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import numpy as np
@@ -82,5 +82,7 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", steps=600, global_batch=128, global_clipnorm=1.0)
+    define_flags(
+        precision="mixed_float16", steps=600, global_batch=128, updates=Updates(global_clipnorm=1.0)
+    )
     app.run(main)

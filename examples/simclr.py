@@ -4,11 +4,11 @@
     python examples/simclr.py --strategy=mirrored --logical_cpus=2
 
 No label is used: two distorted views of one digit should be alike, and views of different digits
-should not. `loss_reduction="global"` says that the loss is one number of the whole batch, and
+should not. `Losses(reduction="global")` says that the loss is one number of the whole batch, and
 `all_gather` brings the rows of all replicas together, so two replicas compute the loss of one.
 """
 
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Losses, Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import numpy as np
@@ -107,7 +107,7 @@ def main(_):
         SimClr,
         model=network,
         optimizer=lambda: keras.optimizers.Adam(1e-3),
-        loss_reduction="global",
+        losses=Losses(reduction="global"),
     )
     known = images[:KNOWN], labels[:KNOWN]
     before = accuracy(simclr.model, known, test)

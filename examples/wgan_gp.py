@@ -8,7 +8,7 @@ Gaussians. The loss holds the norm of the critic's gradient near 1, so it is dif
 All updates of a step use its real points, with new noise each; if one overflows, none is kept.
 """
 
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Trainer, Updates  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import numpy as np
@@ -100,7 +100,9 @@ def distance(model, sample):
 
 def main(_):
     """Trains, and compares the generator's points with the ring before and after."""
-    gan = make_trainer(Wgan, model=Pair, alternate_optimizers=True, updates_per_step={"critic": 5})
+    gan = make_trainer(
+        Wgan, model=Pair, updates=Updates(alternate_optimizers=True, updates_per_step={"critic": 5})
+    )
     sample = np.array(ring(tf.constant(-1, tf.int64), 2000))
     before = distance(gan.model, sample)
     run_mode(gan, tf.data.Dataset.counter().map(lambda number: ring(number, FLAGS.global_batch)))

@@ -16,6 +16,7 @@ import tensorflow as tf
 from helpers import Linear, all_copies
 
 import strategies
+from trainer import Checkpoints
 from trainer.run import stop_signals
 
 STEP = 7  # where the run is blocked
@@ -44,7 +45,7 @@ class Blocked(Linear):
             model_dir=model_dir,
             strategy=strategies.create(strategy),
             log_interval=3,
-            checkpoint_interval=INTERVAL,
+            checkpoints=Checkpoints(interval=INTERVAL),
             steps_per_loop=1 if where in {"hook", "graph in a hook"} else 100,
             verbose=False,
             seed=3,

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from helpers import Linear
 
+from trainer import Monitoring
 from trainer.data.batches import batches
 from trainer.data.source_position import position_in
 
@@ -113,7 +114,7 @@ def assert_trains(make, strategy, folder):
                 precision="mixed_float16",
                 strategy=strategy,
                 model_dir=model_dir,
-                check_gradients=False,
+                monitoring=Monitoring(check_gradients=False),
                 verbose=False,
             )
             trainer.train(data(), steps=target)

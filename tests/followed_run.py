@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-from trainer import Trainer
+from trainer import Checkpoints, Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 ROWS = np.random.default_rng(0).normal(size=[64, 3]).astype(np.float32)
@@ -72,5 +72,7 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(global_batch=16, checkpoint_interval=5, eval_interval=5, steps_per_loop=5)
+    define_flags(
+        global_batch=16, checkpoints=Checkpoints(interval=5), eval_interval=5, steps_per_loop=5
+    )
     app.run(main)

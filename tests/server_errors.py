@@ -12,7 +12,7 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from trainer import DataError, Trainer, TrainingStuckError  # isort: skip
+from trainer import DataError, Monitoring, Skips, Trainer, TrainingStuckError  # isort: skip
 
 import keras
 import numpy as np
@@ -43,11 +43,11 @@ def main():
     data = tf.data.Dataset.from_tensor_slices((wrong, Y)).batch(10)
     found = {}
     try:
-        made(check_data=True).train(data, steps=12)
+        made(monitoring=Monitoring(check_data=True)).train(data, steps=12)
     except DataError as error:
         found["data"] = str(error)
     found["after"] = made().train((X, Y), steps=4, global_batch=10).totals.applied
-    stuck = made(on_nonfinite_loss="raise")
+    stuck = made(skips=Skips(on_nonfinite_loss="raise"))
     try:
         stuck.train(data, steps=60)
     except TrainingStuckError as error:
@@ -55,7 +55,7 @@ def main():
     found["attempted"] = stuck.totals.attempted
     wrong = X.copy()
     wrong[10:30] = np.nan
-    skipping = made(max_consecutive_skips=2, steps_per_loop=60)
+    skipping = made(skips=Skips(max_consecutive=2), steps_per_loop=60)
     data = (
         tf.data.Dataset.from_tensor_slices((wrong, Y))
         .batch(10)

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from helpers import Linear, all_copies
 
-from trainer import Action
+from trainer import Action, Checkpoints
 from trainer.base import atomic_files
 
 # The phases that can be slow, and the length of one nap in them, in seconds.
@@ -87,14 +87,16 @@ def data(nap=lambda: None):
     return tf.data.Dataset.range(14).batch(2).map(batch)
 
 
-def make(model_dir, slow="nothing", **arguments):
+def make(model_dir, slow="nothing", data_resume="skip", **arguments):
     """Returns the trainer. A run saves and acts only if that is its slow phase."""
-    arguments = {"model_dir": model_dir, "verbose": False, "data_resume": "skip"} | arguments
-    if slow in ("saving", "saving in a thread", "one long save", "one long step"):
-        arguments["checkpoint_interval"] = INTERVAL
-    trainer = SignalledRun(
-        steps_per_loop=1_000_000, async_checkpoint=slow == "saving in a thread", **arguments
+    arguments = {"model_dir": model_dir, "verbose": False} | arguments
+    saves = slow in ("saving", "saving in a thread", "one long save", "one long step")
+    checkpoints = Checkpoints(
+        interval=INTERVAL if saves else None,
+        background=slow == "saving in a thread",
+        data_resume=data_resume,
     )
+    trainer = SignalledRun(steps_per_loop=1_000_000, checkpoints=checkpoints, **arguments)
     if slow == "acting":
         act = Action(lambda trainer: trainer.nap(slow, SLOW[slow]), INTERVAL)
         trainer.actions.append(act)

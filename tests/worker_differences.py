@@ -11,7 +11,7 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from trainer import Action, Trainer  # isort: skip
+from trainer import Action, Monitoring, Trainer, Updates  # isort: skip
 
 import keras
 import numpy as np
@@ -54,10 +54,10 @@ def calls(rank, strategy, out):
         "batch size": train(data.batch(8 + 8 * rank)),
         "length": train(batches.take(2 + rank)),
         "steps": train(batches, steps=2 + rank),
-        "clipnorm": train(batches, settings={"clipnorm": 1.0 + rank}),
+        "clipnorm": train(batches, settings={"updates": Updates(clipnorm=1.0 + rank)}),
         "seed": train(batches, settings={"seed": rank}),
         "steps per loop": train(batches, settings={"steps_per_loop": 1 + rank}),
-        "actions": train(batches, settings={"actions": tasks}),
+        "actions": train(batches, settings={"callbacks": tasks}),
         "eval_data": train(batches, eval_data=own),
         "eval_interval": train(batches, eval_data=batches, eval_interval=1 + rank),
         "evaluate": lambda: made(strategy).evaluate(own),
@@ -65,7 +65,11 @@ def calls(rank, strategy, out):
         "profile": train(
             batches,
             steps=8,
-            settings={"model_dir": out / "run", "profile_steps": (3, 4), "steps_per_loop": 8},
+            settings={
+                "model_dir": out / "run",
+                "monitoring": Monitoring(profile_steps=(3, 4)),
+                "steps_per_loop": 8,
+            },
         ),
         "same again": train(batches, eval_data={"all": batches, "arrays": (X, X)}),
     }

@@ -24,7 +24,7 @@ from helpers import copies
 
 import scaling
 import strategies
-from trainer import Trainer
+from trainer import Checkpoints, Losses, Trainer, Updates
 
 BATCH = 16
 PLANTED = 3  # the step with an example that overflows
@@ -63,7 +63,7 @@ class WorkerRun(Trainer):
         """Stores where to write, and what kind of run it is."""
         self.noisy, self.coupled = kind == "noisy", kind == "coupled"
         reduction = "global" if self.coupled else "mean"
-        super().__init__(loss_reduction=reduction, **arguments)
+        super().__init__(losses=Losses(reduction=reduction), **arguments)
         self.out, self.pause = out, 0.0
 
     def build_model(self):
@@ -123,11 +123,13 @@ def make(out, kind, strategy, growth_interval=2000, **arguments):
         strategy=strategy,
         precision="mixed_float16" if noisy else "float32",
         loss_scale=scaling.DynamicLossScale(2.0**8, growth_interval) if noisy else None,
-        ema_momentum=0.9 if noisy else None,
-        reduce_dtype="float16" if noisy else None,
-        reduce_bucket_bytes=100 if noisy else None,
+        updates=Updates(
+            ema_momentum=0.9 if noisy else None,
+            reduce_dtype="float16" if noisy else None,
+            reduce_bucket_bytes=100 if noisy else None,
+        ),
         metrics=lambda: {"mean": keras.metrics.Mean()} if noisy else {},
-        checkpoint_interval=4,
+        checkpoints=Checkpoints(interval=4),
         jit_compile=False,
         log_interval=6,
         seed=3,

@@ -21,17 +21,22 @@ if typing.TYPE_CHECKING:
     from trainer.callbacks.action import Action
     from trainer.callbacks.callback import Callback
     from trainer.callbacks.divergence import DivergedError, Divergence
+    from trainer.callbacks.monitoring import Monitoring
     from trainer.callbacks.stuck import TrainingStuckError
     from trainer.checkpoint import CheckpointError
+    from trainer.checkpoint.settings import Checkpoints
     from trainer.data.errors import DataError
     from trainer.log.summary import Totals, TrainSummary
     from trainer.log.tracker_services import AimTracker, MLflowTracker, WandbTracker
     from trainer.log.trackers import TrackedRun, Tracker
+    from trainer.losses.settings import Losses
     from trainer.run.dry_run import DryRun, Overfit, find_batch_size
     from trainer.run.lost_worker import WorkerLostError
     from trainer.run.online_loop import BatchResult
     from trainer.step.float8 import convert_to_float8
     from trainer.step.report import StepReport
+    from trainer.step.skips import Skips
+    from trainer.step.updates import Updates
     from trainer.trainer import Trainer
 
 _HOMES = {
@@ -40,12 +45,16 @@ _HOMES = {
     "BatchResult": "trainer.run.online_loop",
     "Callback": "trainer.callbacks.callback",
     "CheckpointError": "trainer.checkpoint",
+    "Checkpoints": "trainer.checkpoint.settings",
     "DataError": "trainer.data.errors",
     "DivergedError": "trainer.callbacks.divergence",
     "Divergence": "trainer.callbacks.divergence",
     "DryRun": "trainer.run.dry_run",
+    "Losses": "trainer.losses.settings",
     "MLflowTracker": "trainer.log.tracker_services",
+    "Monitoring": "trainer.callbacks.monitoring",
     "Overfit": "trainer.run.dry_run",
+    "Skips": "trainer.step.skips",
     "StepReport": "trainer.step.report",
     "Totals": "trainer.log.summary",
     "TrackedRun": "trainer.log.trackers",
@@ -53,6 +62,7 @@ _HOMES = {
     "TrainSummary": "trainer.log.summary",
     "Trainer": "trainer.trainer",
     "TrainingStuckError": "trainer.callbacks.stuck",
+    "Updates": "trainer.step.updates",
     "WandbTracker": "trainer.log.tracker_services",
     "WorkerLostError": "trainer.run.lost_worker",
     "convert_to_float8": "trainer.step.float8",
@@ -65,12 +75,16 @@ __all__ = [
     "BatchResult",
     "Callback",
     "CheckpointError",
+    "Checkpoints",
     "DataError",
     "DivergedError",
     "Divergence",
     "DryRun",
+    "Losses",
     "MLflowTracker",
+    "Monitoring",
     "Overfit",
+    "Skips",
     "StepReport",
     "Totals",
     "TrackedRun",
@@ -78,6 +92,7 @@ __all__ = [
     "TrainSummary",
     "Trainer",
     "TrainingStuckError",
+    "Updates",
     "WandbTracker",
     "WorkerLostError",
     "convert_to_float8",

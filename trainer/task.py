@@ -26,7 +26,6 @@ from trainer.losses.metric_shares import update_share
 from trainer.losses.metrics import check_metrics, make_metrics
 from trainer.losses.output_losses import (
     OutputLosses,
-    OutputWeights,
     check_loss_weights,
     only_one,
     with_output_names,
@@ -39,6 +38,7 @@ from trainer.losses.output_mask import (
     warn_of_lost_mask,
 )
 from trainer.losses.output_metrics import entries_by_name, update_by_output
+from trainer.losses.settings import Losses
 from trainer.losses.value_checks import LabelRange, label_ranges
 from trainer.step.checks import check_own_steps
 from trainer.step.gather import all_gather, own_rows
@@ -96,9 +96,7 @@ class Task:
         optimizer: OptimizerArgument = None,
         loss_fn: LossArgument = None,
         metrics: MetricsArgument = None,
-        loss_reduction: str = "mean",
-        loss_weights: OutputWeights | None = None,
-        class_weight: Mapping[int, float] | None = None,
+        losses: Losses = Losses(),
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
@@ -117,15 +115,16 @@ class Task:
         self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
         self._inputs: Any = None  # specs of what the model was called with
-        check_loss_weights(loss_fn, loss_weights)
+        check_loss_weights(loss_fn, losses.weights)
         own_loss = type(self).compute_loss is not Task.compute_loss
-        check_class_weight(class_weight, loss_fn, loss_reduction, overridden=own_loss)
-        self._loss_fn = resolve_loss(loss_fn, loss_reduction, loss_weights)
+        check_class_weight(losses.class_weight, loss_fn, losses.reduction, overridden=own_loss)
+        self._loss_fn = resolve_loss(loss_fn, losses.reduction, losses.weights)
         self._class_weight = {
-            as_python(label): as_python(weight) for label, weight in (class_weight or {}).items()
+            as_python(label): as_python(weight)
+            for label, weight in (losses.class_weight or {}).items()
         }
         check_metrics(metrics, self._loss_fn)
-        self.loss_reduction = loss_reduction
+        self.losses = losses
         self.weights_overridden = type(self).example_weights is not Task.example_weights
 
     def build_model(self) -> Model:
@@ -160,8 +159,8 @@ class Task:
     def compute_loss(self, batch: Batch, training: bool) -> Any:
         """Returns one loss per example. Called in replica context, on this replica's examples.
 
-        With `loss_reduction="global"` it returns one number, a function of the whole global batch:
-        pass what the loss compares through `self.all_gather(x)`.
+        With `Losses(reduction="global")` it returns one number, a function of the whole global
+        batch: pass what the loss compares through `self.all_gather(x)`.
 
         Leave out `model.losses` (regularizers, `add_loss`): the trainer adds them.
 
@@ -171,7 +170,7 @@ class Task:
 
         Returns:
             losses: shape (examples,), float32, not reduced and not scaled; or the shape of what
-            `example_weights` returns, such as (examples, tokens); with `loss_reduction="global"`
+            `example_weights` returns, such as (examples, tokens); with `Losses(reduction="global")`
             shape (). With several optimizers, a dict of such tensors. Or (losses, aux), where aux
             is any structure of tensors with one row per example; aux is passed to
             `update_metrics`.
@@ -191,7 +190,7 @@ class Task:
         outputs = self._call_model(x, training)
         check_mask_is_known(self.model, outputs)
         compared = self._compared(outputs)
-        if self.loss_reduction == "global":
+        if self.losses.reduction == "global":
             parts = y, compared, sample_weight, mask_of(loss_fn, compared)
             losses = global_loss(loss_fn, *(self.all_gather(each) for each in parts))
         else:
@@ -226,7 +225,7 @@ class Task:
 
         On several replicas, each passes one row per example of its own, and all get the rows of
         all replicas in the order of the batch. Gradients flow back to the replica that computed a
-        row, and are those of one device with the whole batch. Needs `loss_reduction="global"`.
+        row, and are those of one device with the whole batch. Needs `Losses(reduction="global")`.
         Call it in `compute_loss` itself, not inside `tf.cond`, a loop or a `tf.function`.
 
         Args:
@@ -278,7 +277,7 @@ class Task:
         """
         weights = None
         given = isinstance(batch, tuple) and len(batch) in (2, 3)
-        if self._loss_fn is not None and given and self.loss_reduction == "mean":
+        if self._loss_fn is not None and given and self.losses.reduction == "mean":
             x, y, sample_weight = self._unpack(batch)
             mask = mask_of_outputs(self.model, x)
             weights = example_weights(self._loss_fn, y, sample_weight, mask)

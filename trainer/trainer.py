@@ -5,8 +5,7 @@ import functools
 import pathlib
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,8 +15,10 @@ from absl import logging
 import strategies
 from trainer.base.argument_checks import (
     as_python,
-    check_keep_count,
+    check_choice,
+    check_count,
     check_path,
+    check_seed,
     check_writable,
     local_path,
 )
@@ -26,29 +27,27 @@ from trainer.base.folder_lock import only_writer
 from trainer.base.scoped_seed import ScopedSeed, random_numbers_kept
 from trainer.callbacks.action import Action
 from trainer.callbacks.callback import Callback
-from trainer.callbacks.divergence import Divergence, LossWatch
+from trainer.callbacks.divergence import LossWatch
+from trainer.callbacks.monitoring import Monitoring
 from trainer.checkpoint.best import export_model
+from trainer.checkpoint.settings import Checkpoints
 from trainer.config.attributes import CHANGEABLE, assign, check_assignment
-from trainer.config.checkpoint_config import CheckpointConfig
-from trainer.config.fields import take_fields
-from trainer.config.groups import (
-    MonitorConfig,
-    OverflowRecordConfig,
-    PrecisionConfig,
-    RunConfig,
-    UpdateConfig,
-)
-from trainer.config.hooks import HOOKS
+from trainer.config.hooks import HOOKS, check_callbacks
 from trainer.config.resolve import (
     LossScaleArgument,
-    check_async_checkpoint,
+    check_background,
     check_not_in_train,
     check_one_process,
     check_outside_scope,
     check_recordable,
     dtype_policy,
+    resolve_folder,
+    resolve_precision,
+    resolve_rule,
+    resolve_strategy,
+    warn_of_conflicts,
+    warn_of_other_policy,
 )
-from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import (
     Batches,
     are_arrays,
@@ -80,10 +79,10 @@ from trainer.log.history import History
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS, Totals, TrainSummary
 from trainer.log.tracker_services import make_tracker
-from trainer.log.trackers import Tracker, Trackers
+from trainer.log.trackers import Trackers
 from trainer.losses.default_batch import all_inputs
 from trainer.losses.half_probabilities import warn_of_half_probabilities
-from trainer.losses.output_losses import OutputWeights
+from trainer.losses.settings import Losses
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_computation, check_setting, rerun_step
 from trainer.run.build import (
@@ -122,10 +121,11 @@ from trainer.run.protocol import Parts
 from trainer.run.same_on_workers import check_same_data, check_same_run
 from trainer.run.stop_signals import StopSignals
 from trainer.step import StepReport, attempt_step
-from trainer.step.checks import check_reduction
-from trainer.step.objective import check_may_alternate
 from trainer.step.plan import keeping_rows
+from trainer.step.skips import Skips
 from trainer.step.types import Batch, MetricsByName, Model
+from trainer.step.updates import Updates
+from trainer.step.xla import COMPILE_MODES
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
 
 
@@ -148,10 +148,6 @@ class Trainer(Task):
             means in `compile`, or is refused: it must give each example its own loss, and its
             reduction must be a mean. For a model with several outputs, a dict or a list of these,
             one for each output, as in `compile`.
-        loss_weights: factors of the losses in such a dict or list, in the same structure. None, and
-            a loss that a dict leaves out: 1.
-        class_weight: factors of the losses of examples in training, keyed by class, as in `fit`;
-            None, and classes that are left out: 1. Evaluations do not use them.
         metrics: names, Keras metrics and functions of labels and outputs, in a list or by name in a
             dict, as in `compile`; or one function, which returns a dict of new metrics, keyed by
             name. Of a function in a list or dict, the mean is taken. "accuracy" and
@@ -170,41 +166,9 @@ class Trainer(Task):
             for no scaling, a rule from `scaling`, or the name of a rule or preset that
             `scaling.parse_rule` accepts.
 
-    Args: Update
-        loss_reduction: what `compute_loss` returns. "mean": one loss per example, of which the
-            trainer takes the weighted mean over the global batch. "global": one number, a function
-            of the whole global batch, for losses that compare examples with each other. On several
-            replicas `compute_loss` then gets the other replicas' rows from `self.all_gather(x)`.
-            With a `loss_fn`, the trainer gathers labels, outputs and weights itself. On one replica
-            the tensors of a batch may have any shapes.
+    Args: Where and how it runs
         num_microbatches: number of parts to split each replica's share of a batch into. More parts
             need less memory.
-        global_clipnorm: upper bound on the global norm of all gradients; with optimizers that
-            alternate, of the gradients of each update. None sets no bound.
-        clipnorm: upper bound on the norm of each variable's gradient. None sets no bound.
-        clipvalue: upper bound on the magnitude of each gradient element. None sets no bound. At
-            most one of the three bounds may be set.
-        ema_momentum: momentum of a moving average of the weights, between 0 and 1. Evaluation and
-            export use the average. None keeps no average.
-        alternate_optimizers: whether several optimizers take turns, so that the gradients of each
-            are computed after the optimizers before it have been applied. False computes all
-            gradients at the old weights. In both cases either all optimizers are applied, or none
-            is.
-        updates_per_step: number of updates in each step, keyed by the names of optimizers that
-            alternate, such as {"critic": 5}; other optimizers are updated once. All updates of a
-            step use its batch, and each one draws new random numbers.
-        reduce_dtype: the dtype in which gradients are sent and summed over replicas: "float16" or
-            "bfloat16", with half the bytes. None sums them in float32. A value or a sum beyond the
-            dtype's range is an overflow of the reduction: the step is skipped on all replicas and
-            the loss scale backs off. "float16" needs a loss scale, because gradients under 2^-25
-            become 0 in it. Losses, flags and statistics are always summed in float32. With one
-            replica nothing is summed, and the setting has no effect.
-        reduce_bucket_bytes: size of a bucket of gradients. Each bucket is summed over replicas by
-            an all-reduce of its own, beginning with the last layers, so that the first sums can run
-            beside the rest of the backward pass. None sums all gradients by one all-reduce. Without
-            effect on one replica, and on several CPU devices of one process.
-
-    Args: Where and how it runs
         model_dir: folder for checkpoints, `metrics.jsonl` and TensorBoard files. A run that finds
             a checkpoint there resumes from it. None writes nothing.
         strategy: a name for `strategies.create`, or a `tf.distribute.Strategy`.
@@ -226,80 +190,23 @@ class Trainer(Task):
             NumPy, TensorFlow and Keras are set to it; then they are put back. With None, the model
             draws from the global generators as they are, and a random seed is chosen for the steps.
 
-    Args: Checkpoints and resuming
-        enable_checkpointing: whether checkpoints are written to model_dir. If not, it holds only
-            the log and what keep_best keeps, and the run cannot be resumed.
-        checkpoint_interval: number of steps between checkpoints. None saves only at the end of
-            the run and when it is stopped.
-        checkpoint_secs: number of seconds since the last checkpoint after which the next one is
-            written; may be combined with checkpoint_interval. None ignores the time.
-        max_to_keep: number of checkpoints to keep. None keeps all; the flag
-            takes 0 for None.
-        async_checkpoint: whether checkpoints are written in a background thread, from a copy of
-            the variables.
-        keep_best: number of models to keep in `model_dir/best`, those with the best evaluations.
-        best_metric: name of the evaluation result that decides which models are best.
-        best_is: "lowest" or "highest": which value of best_metric is best.
-        data_resume: how a resumed run finds its place in the data. "exact" restores the saved
-            position. "skip" reads and drops as many batches as were used. "restart" begins a new
-            pass.
-        allow_changes: settings that may differ from the run that is resumed: "precision",
-            "loss_scale", "seed", "num_replicas", "global_batch", "data", "num_microbatches",
-            "model", "optimizer", "loss", "global_clipnorm", "clipnorm", "clipvalue",
-            "ema_momentum", "alternate_optimizers" and "updates_per_step". A new loss-scale rule
-            begins at its initial scale, and a new learning rate replaces the saved one. A change of
-            the seed, the global batch or the data restarts the data. docs/resume.md lists all
-            changes.
-        init_from: a checkpoint, a model_dir, or a file of Keras weights from which a new run loads
-            its initial weights. Nothing but the weights is loaded. A resumed run ignores it.
-        init_from_skip: regular expressions of the names of weights that init_from does not load,
-            such as ("head/",) for a new head. The rest of a checkpoint is then matched by name, and
-            must be complete.
-
-    Args: Skipped steps
-        on_overflow: what to do with a batch whose gradients overflow. "skip" leaves the batch
-            out. "retry" attempts the batch again in the same step, at the rule's next scale, up to
-            max_retries times.
-        max_retries: maximum number of further attempts with on_overflow="retry".
-        on_nonfinite_loss: what to do with a batch whose unscaled loss is inf or NaN. "skip" leaves
-            the batch out. "raise" ends the run.
-        max_consecutive_skips: number of skipped steps in a row after which a run counts as stuck.
-        on_stuck: what to do after max_consecutive_skips skipped steps in a row. "raise" ends the
-            run with an error that explains why. "hold" keeps waiting, warns at every log line,
-            and ends the run after ten times as many skipped steps in a row. "float32" computes one
-            step in float32 (Keras models only) and goes on.
-        attribute_causes: whether the loss scale moves only after overflows that a smaller scale
-            may prevent. False backs off after every skipped step, as other systems do.
-
-    Args: Records of overflows
-        max_overflow_records: number of skipped steps to keep in `model_dir/overflows`, so that they
-            can be run again. The latest are kept. Of several skipped steps in a row, only the first
-            is recorded. 0 records none and costs nothing.
-        max_overflow_bytes: upper bound on the total size of these records in bytes.
-
-    Args: Log and monitoring
+    Args: Log and callbacks
         log_interval: number of steps between log lines.
         verbose: what to print. True: a progress bar on a terminal, lines elsewhere. "detailed":
             lines on a terminal too, with every skipped step and every variable. False: nothing.
-        profile_steps: the first and the last step to profile for TensorBoard; None profiles none.
-        record_gradients: whether to record gradient magnitudes, for reports and the simulator.
-            `metrics.jsonl` then holds each step's largest magnitude and counts by exponent, which
-            `python -m scaling.simulate` reads. This costs a few passes over the gradients per step.
-        check_gradients: whether to compare the step's gradients with those of a plain
-            `tf.GradientTape` before the first step. A difference is an error. A few examples are
-            compared, once. `dry_run` always does so.
-        check_data: whether to check the values of every training batch before its step: finite
-            numbers, finite weights, and labels that a cross-entropy of Keras can take. A
-            wrong batch ends the run with a DataError that says what it holds; without the check it
-            may be a skipped step, or a loss of NaN. This costs a pass over the batch per step.
-        divergence: a `trainer.Divergence`, which defines when a run counts as diverged and is
-            rolled back. None disables rollbacks.
-        actions: a sequence of `trainer.Action`, each a function to call every given number of
-            steps or seconds.
-        trackers: where to record settings, log lines and evaluations besides `model_dir`: "mlflow",
-            "wandb", "aim", or objects with the methods of `trainer.Tracker`.
-        callbacks: a sequence of `trainer.Callback`, whose hooks are called after the trainer's
-            own. `trainer.callbacks` has some that are ready to use.
+        callbacks: a sequence of `trainer.Callback`, whose hooks are called after the trainer's own,
+            and of `trainer.Action`, each a function to call every given number of steps or seconds.
+            `trainer.callbacks` has some that are ready to use.
+
+    Args: Groups of settings
+        losses: a `trainer.Losses`: what a loss returns, and the factors of losses.
+        updates: a `trainer.Updates`: clipping, the moving average of the weights, optimizers that
+            alternate, and the sum of gradients over replicas.
+        checkpoints: a `trainer.Checkpoints`: when checkpoints are written, which are kept, and how
+            a run resumes or starts from one.
+        skips: a `trainer.Skips`: what to do about steps that cannot be applied.
+        monitoring: a `trainer.Monitoring`: profiles, records of gradients, checks of data,
+            divergence, and trackers.
 
     Raises:
         TypeError, ValueError: for an argument that is not allowed. An argument that depends
@@ -323,86 +230,60 @@ class Trainer(Task):
     def __init__(
         self,
         *,
-        # What to train.
         model: ModelArgument = None,
         optimizer: OptimizerArgument = None,
         loss_fn: LossArgument = None,
-        loss_weights: OutputWeights | None = None,
-        class_weight: Mapping[int, float] | None = None,
         metrics: MetricsArgument = None,
-        # Precision and loss scale.
-        precision: str | None = PrecisionConfig.precision,
-        loss_scale: LossScaleArgument = PrecisionConfig.loss_scale,
-        # Update.
-        loss_reduction: str = UpdateConfig.loss_reduction,
-        num_microbatches: int = UpdateConfig.num_microbatches,
-        global_clipnorm: float | None = UpdateConfig.global_clipnorm,
-        clipnorm: float | None = UpdateConfig.clipnorm,
-        clipvalue: float | None = UpdateConfig.clipvalue,
-        ema_momentum: float | None = UpdateConfig.ema_momentum,
-        alternate_optimizers: bool = UpdateConfig.alternate_optimizers,
-        updates_per_step: Mapping[str, int] | None = UpdateConfig.updates_per_step,
-        reduce_dtype: str | None = UpdateConfig.reduce_dtype,
-        reduce_bucket_bytes: int | None = UpdateConfig.reduce_bucket_bytes,
-        # Where and how it runs.
-        model_dir: str | pathlib.Path | None = RunConfig.model_dir,
-        strategy: str | tf.distribute.Strategy = RunConfig.strategy,
-        steps_per_loop: int = RunConfig.steps_per_loop,
-        jit_compile: bool | str = RunConfig.jit_compile,
-        seed: int | None = RunConfig.seed,
-        # Checkpoints and resuming.
-        enable_checkpointing: bool = CheckpointConfig.enable_checkpointing,
-        checkpoint_interval: int | None = CheckpointConfig.checkpoint_interval,
-        checkpoint_secs: float | None = CheckpointConfig.checkpoint_secs,
-        max_to_keep: int | None = CheckpointConfig.max_to_keep,
-        async_checkpoint: bool = CheckpointConfig.async_checkpoint,
-        keep_best: int = CheckpointConfig.keep_best,
-        best_metric: str = CheckpointConfig.best_metric,
-        best_is: str = CheckpointConfig.best_is,
-        data_resume: str = CheckpointConfig.data_resume,
-        allow_changes: Sequence[str] = CheckpointConfig.allow_changes,
-        init_from: str | pathlib.Path | None = CheckpointConfig.init_from,
-        init_from_skip: Sequence[str] = CheckpointConfig.init_from_skip,
-        # Skipped steps.
-        on_overflow: str = SkipPolicy.on_overflow,
-        max_retries: int = SkipPolicy.max_retries,
-        on_nonfinite_loss: str = SkipPolicy.on_nonfinite_loss,
-        max_consecutive_skips: int = SkipPolicy.max_consecutive_skips,
-        on_stuck: str = SkipPolicy.on_stuck,
-        attribute_causes: bool = SkipPolicy.attribute_causes,
-        # Records of overflows.
-        max_overflow_records: int = OverflowRecordConfig.max_overflow_records,
-        max_overflow_bytes: int = OverflowRecordConfig.max_overflow_bytes,
-        # Log and monitoring.
-        log_interval: int = MonitorConfig.log_interval,
-        verbose: bool | str = MonitorConfig.verbose,
-        profile_steps: Sequence[int] | None = MonitorConfig.profile_steps,
-        record_gradients: bool = MonitorConfig.record_gradients,
-        check_gradients: bool = MonitorConfig.check_gradients,
-        check_data: bool = MonitorConfig.check_data,
-        divergence: Divergence | None = MonitorConfig.divergence,
-        actions: Sequence[Action] = MonitorConfig.actions,
-        trackers: Sequence[str | Tracker] = MonitorConfig.trackers,
-        callbacks: Sequence[Callback] = (),
+        precision: str | None = None,
+        loss_scale: LossScaleArgument = "auto",
+        num_microbatches: int = 1,
+        model_dir: str | pathlib.Path | None = None,
+        strategy: str | tf.distribute.Strategy = "default",
+        steps_per_loop: int = 10,
+        jit_compile: bool | str = "auto",
+        seed: int | None = None,
+        log_interval: int = 100,
+        verbose: bool | str = True,
+        callbacks: Sequence[Callback | Action] = (),
+        losses: Losses = Losses(),
+        updates: Updates = Updates(),
+        checkpoints: Checkpoints = Checkpoints(),
+        skips: Skips = Skips(),
+        monitoring: Monitoring = Monitoring(),
     ) -> None:
         """Checks and stores the arguments. The model is built when it is first used."""
         arguments, before = dict(locals()), {*vars(self)}
         # First: a strategy may configure the devices, which a metric's variables would initialize.
-        self._take_run(take_fields(RunConfig, arguments))
-        super().__init__(
-            model, optimizer, loss_fn, metrics, loss_reduction, loss_weights, class_weight
-        )
-        self.skip_policy: SkipPolicy = take_fields(SkipPolicy, arguments)
-        self.checkpoint_config: CheckpointConfig = take_fields(CheckpointConfig, arguments)
-        self._take_precision(take_fields(PrecisionConfig, arguments))
-        self._take_update(take_fields(UpdateConfig, arguments))
-        self._take_records(take_fields(OverflowRecordConfig, arguments))
-        self._take_monitor(take_fields(MonitorConfig, arguments))
-        self.checkpoint_config.check_divergence(divergence)
-        check_async_checkpoint(self.checkpoint_config.async_checkpoint, self.strategy)
-        check_keep_count("keep_best", self.checkpoint_config.keep_best, model_dir, "Models")
+        self.strategy = resolve_strategy(strategy)
+        self.strategy_name = strategy if isinstance(strategy, str) else None
+        # With several workers, only the chief prints and writes files; all of them read files.
+        self.is_chief = strategies.capabilities(self.strategy).is_chief
+        super().__init__(model, optimizer, loss_fn, metrics, losses)
+        self.precision = resolve_precision(precision)
+        self.rule = resolve_rule(loss_scale, self.precision)
+        warn_of_conflicts(loss_scale, self.precision)
+        if precision is not None:
+            warn_of_other_policy(self.precision)
+        self.model_dir = resolve_folder(model_dir)
+        for name in ("num_microbatches", "steps_per_loop", "log_interval"):
+            check_count(name, arguments[name])
+        self.num_microbatches = as_python(num_microbatches)
+        self.steps_per_loop, self.log_interval = as_python(steps_per_loop), as_python(log_interval)
+        check_choice("jit_compile", jit_compile, ("auto", *COMPILE_MODES))
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"
+        check_seed(seed)
+        self.seed = as_python(seed)
+        self._seeded = ScopedSeed(self.seed)
+        self.style = resolve_style(verbose, shown=self.is_chief)
+        check_callbacks("callbacks", callbacks)
+        self.callbacks = [each for each in callbacks if isinstance(each, Callback)]
+        self.actions = [each for each in callbacks if isinstance(each, Action)]
+        self.updates, self.checkpoints = updates, checkpoints
+        self.skips, self.monitoring = skips, monitoring
+        self.trackers = [make_tracker(each) for each in monitoring.trackers]
+        self._watch = LossWatch(monitoring.divergence) if monitoring.divergence else None
+        self._check_settings()
         self._trained_on: tuple[Any, int | None, DataPosition] | None = None
         self._position: DataPosition | None = None  # of the last call of `train`
         self._loop: OuterLoop | None = None  # what the last call of `train` or its like used
@@ -433,56 +314,21 @@ class Trainer(Task):
         if name not in own and tf.executing_eagerly() and not (self._running or self._evaluating):
             self.edits += 1  # traced methods may read the attribute
 
-    def _take_run(self, config: RunConfig) -> None:
-        self.strategy = config.resolved_strategy
-        self.strategy_name = config.strategy if isinstance(config.strategy, str) else None
-        # With several workers, only the chief prints and writes files; all of them read files.
-        self.is_chief = strategies.capabilities(self.strategy).is_chief
-        self.model_dir = config.folder
-        self.steps_per_loop = config.steps_per_loop
-        self.seed = config.seed
-        self._seeded = ScopedSeed(config.seed)
-
-    def _take_precision(self, config: PrecisionConfig) -> None:
-        self.precision = config.resolved
-        self.rule = config.rule
-
-    def _take_update(self, config: UpdateConfig) -> None:
-        self.num_microbatches = config.num_microbatches
-        self.clip = config.clip
-        self.ema_momentum = config.ema_momentum
-        self.alternate_optimizers = config.alternate_optimizers
-        check_may_alternate(
-            self.strategy, alternate=self.alternate_optimizers, switch="alternate_optimizers"
-        )
-        self.updates_per_step: Mapping[str, int] = types.MappingProxyType(
-            dict(config.updates_per_step or {})
-        )
-        check_reduction(config.reduce_dtype, self.rule)
-        self.reduce_dtype = config.reduce_dtype
-        self.reduce_bucket_bytes = config.reduce_bucket_bytes
-
-    def _take_records(self, config: OverflowRecordConfig) -> None:
-        self.max_overflow_records = config.max_overflow_records
-        self.max_overflow_bytes = config.max_overflow_bytes
-        check_keep_count(
-            "max_overflow_records", self.max_overflow_records, self.model_dir, "Records"
-        )
-        check_recordable(self.max_overflow_records, self.strategy)
-
-    def _take_monitor(self, config: MonitorConfig) -> None:
-        config.check_model_dir(self.model_dir)
-        self.log_interval = config.log_interval
-        self.style = resolve_style(config.verbose, shown=self.is_chief)
-        self.profile_steps = config.profile_steps
-        self.record_gradients = config.record_gradients
-        self.check_gradients = config.check_gradients
-        self.check_data = config.check_data
-        self.actions = list(config.actions)
-        self.trackers = [make_tracker(each) for each in config.trackers]
-        self.callbacks = list(config.callbacks)
-        self.divergence = config.divergence
-        self._watch = LossWatch(config.divergence) if config.divergence else None
+    def _check_settings(self) -> None:
+        """Raises ValueError for settings that contradict each other."""
+        needs_folder = {
+            "keep_best": self.checkpoints.keep_best,
+            "max_records": self.skips.max_records,
+            "profile_steps": self.monitoring.profile_steps,
+            "divergence": self.monitoring.divergence,
+        }
+        for name, value in needs_folder.items():
+            if value and self.model_dir is None:
+                raise ValueError(f"`{name}` must be left out without `model_dir`; got {value!r}")
+        check_recordable(self.skips.max_records, self.strategy)
+        check_background(self.checkpoints.background, self.strategy)
+        if self.monitoring.divergence and not self.checkpoints.enabled:
+            raise ValueError("`enabled` must be True with a divergence, which restores checkpoints")
 
     # The model and the optimizer are built on first use, so that a subclass may set its own
     # attributes after super().__init__().
@@ -612,7 +458,7 @@ class Trainer(Task):
 
         Raises:
             ValueError, TypeError: if the data, the model or the optimizer cannot be used.
-            TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped; if a weight
+            TrainingStuckError: if `skips.max_consecutive` steps in a row were skipped; if a weight
                 is inf or NaN; or, with on_nonfinite_loss="raise", if a loss is inf or NaN.
             DataError: if reading the data raises an error, or if the data ends although its
                 cardinality is infinite.
@@ -689,7 +535,7 @@ class Trainer(Task):
         """Takes one step with a batch: for data that is made during training.
 
         A step and what follows it are as in `train`: skipped steps, loss scale, log lines every
-        `log_interval` steps, actions, callbacks, and checkpoints every `checkpoint_interval` steps
+        `log_interval` steps, actions, callbacks, and checkpoints every `checkpoints.interval` steps
         and by `save_checkpoint`. The first call builds the model and resumes the run. SIGTERM and
         `stop` do not end anything. docs/online.md has more.
 
@@ -760,7 +606,7 @@ class Trainer(Task):
         """Does what comes before the first step of `train_on_batch`."""
         check_online(self)
         if not self._trained_on:
-            check_no_place_is_lost(self._parts.checkpoints, self.checkpoint_config.data_resume)
+            check_no_place_is_lost(self._parts.checkpoints, self.checkpoints.data_resume)
         check_writable(self.model_dir)
         self._end_online()
         self._parts.checkpoints.check_only_writer()
@@ -841,11 +687,10 @@ class Trainer(Task):
                 "`model_dir` must be given to save a checkpoint; got None. Checkpoints are written "
                 "there. Pass Trainer(model_dir=...), or call export(path) for the model alone."
             )
-        if not self.checkpoint_config.enable_checkpointing:
+        if not self.checkpoints.enabled:
             raise ValueError(
-                "`enable_checkpointing` must be True to save a checkpoint; got False. No "
-                "checkpoints are written then. Leave it out, or call export(path) for the model "
-                "alone."
+                "`enabled` of checkpoints must be True to save one; got False. To write the model "
+                "alone, call export(path)"
             )
         self._check_started("save_checkpoint")
         check_not_in_train("save_checkpoint", None, averaged=self._averaging)
@@ -890,7 +735,7 @@ class Trainer(Task):
         were not compared with those of the run.
         """
         loop.introduce()
-        if self.checkpoint_config.keep_best:
+        if self.checkpoints.keep_best:
             warn_of_kept_models(self.model)
         while self.when_training_begins:
             self.when_training_begins.pop(0)()
@@ -997,15 +842,15 @@ class Trainer(Task):
     def _needs_one_size(self) -> bool:
         """Returns whether batches must have one size: their rows are exchanged in one shape."""
         one_shape = strategies.capabilities(self.strategy).one_shape
-        return self.loss_reduction == "global" and one_shape
+        return self.losses.reduction == "global" and one_shape
 
     def _takes_whole_batches(self) -> bool:
         """Returns whether nothing is divided, so that nothing is required of a batch's shapes."""
-        return self.loss_reduction == "global" and self.strategy.num_replicas_in_sync == 1
+        return self.losses.reduction == "global" and self.strategy.num_replicas_in_sync == 1
 
     def _new_position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns a position at the beginning of the data."""
-        position = position_in(data, self.checkpoint_config.data_resume)
+        position = position_in(data, self.checkpoints.data_resume)
         ended = self._position.epochs_ended if self._position else 0
         position.begin(self.totals.attempted if self._begun else 0, ended)
         self._check_savable(train_data, position)
@@ -1193,7 +1038,7 @@ class Trainer(Task):
         weights are restored, to the bit.
 
         Raises:
-            ValueError: if the run keeps no average; see `ema_momentum`.
+            ValueError: if the run keeps no average; see `Updates`.
             RuntimeError: before the run has begun, in another thread while `train` runs, and if
                 steps are taken or saved inside.
         """
@@ -1234,13 +1079,13 @@ class Trainer(Task):
         data = self._batches(train_data, global_batch)
         self._check_train_data(data)
         if data.reader is None:  # which would be read by a second iterator
-            self._check_savable(train_data, position_in(data, self.checkpoint_config.data_resume))
+            self._check_savable(train_data, position_in(data, self.checkpoints.data_resume))
         found = self._read_eval_data(eval_data, data, 1)
         evaluate = functools.partial(self._evaluate, found, stoppable=False, argument="eval_data")
         self.data_argument = "train_data"
         self._start(data.first)
         if found:
-            self.checkpoint_config.check_results(self._result_names(found))
+            self.checkpoints.check_results(self._result_names(found))
         self._try_compile_mode(data, iter(repeat_first_batch(data)))
         return dry_run(self, self._parts, data, evaluate if found else None)
 
@@ -1340,7 +1185,7 @@ class Trainer(Task):
         Raises:
             ValueError: if the evaluation has no result named `best_metric`.
         """
-        self.checkpoint_config.check_results(self._result_names(found) if found else None)
+        self.checkpoints.check_results(self._result_names(found) if found else None)
         if not found:
             return None
         return functools.partial(self._evaluate, found, stoppable=True, argument=argument)
@@ -1456,7 +1301,7 @@ class Trainer(Task):
 
     def _warn_if_untrained(self) -> None:
         """Warns that a run in `model_dir` is asked for results before it has any."""
-        warm = self.checkpoint_config.init_from
+        warm = self.checkpoints.init_from
         if self.model_dir and not (self.totals.attempted or warm):
             logging.warning(
                 "There is no checkpoint in %s: the model has not been trained there.",

@@ -7,7 +7,7 @@
 # You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Monitoring, Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import pathlib
 import subprocess
@@ -76,7 +76,9 @@ print(scaling.recommend(stats))
 # With `record_gradients=True`, a run writes the same counts for its own gradients, at every step.
 
 # %%
-recorded = digits(model_dir=runs / "recorded", record_gradients=True, log_interval=20)
+recorded = digits(
+    model_dir=runs / "recorded", monitoring=Monitoring(record_gradients=True), log_interval=20
+)
 summary = recorded.train(train_data, steps=200, global_batch=64)
 print(summary.totals)
 

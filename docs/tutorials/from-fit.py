@@ -7,7 +7,7 @@
 # You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Skips, Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import matplotlib.pyplot as plt
@@ -112,7 +112,7 @@ for name in ("skip", "retry"):
         loss_fn="mse",
         precision="mixed_float16",
         loss_scale="dynamic:initial_scale=2^24",
-        on_overflow=name,
+        skips=Skips(on_overflow=name),
         verbose=False,
         log_interval=4,
         jit_compile=False,

@@ -9,7 +9,7 @@
 # You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
-from trainer import Action, Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Action, Checkpoints, Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import pathlib
 import tempfile
@@ -88,12 +88,12 @@ arguments = {
     "precision": "mixed_float16",
     "steps_per_loop": 30,
     "log_interval": 40,
-    "checkpoint_interval": 80,
+    "checkpoints": Checkpoints(interval=80),
     "jit_compile": False,
     "seed": 0,
 }
 actions = [Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=50)]
-trainer = Digits(**arguments, actions=actions)
+trainer = Digits(**arguments, callbacks=actions)
 summary = trainer.train(make_data, steps=160, eval_data=held_out, eval_interval=40)
 print("actions at", seen)
 assert seen == [50, 100, 150]

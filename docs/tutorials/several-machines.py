@@ -74,7 +74,7 @@ def command(model_dir):
         str(script),
         f"--model_dir={model_dir}",
         "--loss_scale=dynamic:initial_scale=2^24",
-        "--checkpoint_interval=50",
+        "--checkpoints.interval=50",
         "--log_interval=50",
         "--eval_interval=200",
         "--steps_per_loop=10",

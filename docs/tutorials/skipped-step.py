@@ -8,7 +8,7 @@
 # You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
-from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Skips, Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import json
 import pathlib
@@ -106,7 +106,7 @@ assert summary.loss_scale == 2.0**15
 # ## The model overflows: which layer?
 #
 # An activation beyond 65504 is inf in float16, whatever the loss scale is. Here the outputs of a
-# layer are multiplied by 60,000. With `max_overflow_records`, the run keeps the batches of skipped
+# layer are multiplied by 60,000. With `max_records`, the run keeps the batches of skipped
 # steps.
 
 
@@ -119,7 +119,7 @@ def too_large():
     )
 
 
-overflowing = trainer("model", model=too_large, max_overflow_records=2)
+overflowing = trainer("model", model=too_large, skips=Skips(max_records=2))
 overflowing.train((x, y), steps=8, global_batch=32)
 records = sorted((runs / "model" / "overflows").iterdir())
 print([record.name for record in records])

@@ -1,10 +1,10 @@
 """Checkpoints, against kills, power failures and a process that reads.
 
-The writer's operations are not written down here. They are recorded from the real `Checkpoints`,
-for every disk on which it begins to save or to start again, so a change of the code changes what is
-searched. Between any two operations the process may be killed, the power may fail, and a process
-that follows the run may read. The steps of that one are modelled: it lists the checkpoints, and
-reads a manifest and a file.
+The writer's operations are not written down here. They are recorded from the `CheckpointSaver`
+itself, for every disk on which it begins to save or to start again, so a change of the code changes
+what is searched. Between any two operations the process may be killed, the power may fail, and a
+process that follows the run may read. The steps of that one are modelled: it lists the checkpoints,
+and reads a manifest and a file.
 """
 
 import functools
@@ -25,7 +25,7 @@ from proofs.protocols.files import Disk, Operation
 from proofs.protocols.search import Model
 from trainer.base.argument_checks import check_writable
 from trainer.checkpoint import folder
-from trainer.checkpoint.saver import PREFIX, Checkpoints
+from trainer.checkpoint.saver import PREFIX, CheckpointSaver
 
 RUN = "run"  # the run's `model_dir`
 SAVES = ((1, 0), (1, 1), (2, 0))  # step, and whether it is saved again
@@ -56,7 +56,7 @@ class Contents:
 
 
 class Reader(NamedTuple):
-    """A process that follows the run; see `Checkpoints.follow`."""
+    """A process that follows the run; see `CheckpointSaver.follow`."""
 
     place: str = "waits"  # then "lists", "manifest", "file", perhaps "damaged", and "done"
     left: tuple[int, ...] = ()  # the checkpoints that it may still try, newest first
@@ -95,11 +95,11 @@ def recorded(disk: Disk, call: Callable[[pathlib.Path], Any]) -> tuple[Program, 
         return tuple(done), result
 
 
-def checkpoints(root: pathlib.Path) -> tuple[Checkpoints, Contents]:
+def checkpoints(root: pathlib.Path) -> tuple[CheckpointSaver, Contents]:
     """Returns the object that saves and restores, with contents of its own."""
     contents: Any = Contents()
     rule, strategy = scaling.NoLossScale(), tf.distribute.get_strategy()
-    saver = Checkpoints(root / RUN, 1, contents, {}, rule, strategy, asynchronous=False)
+    saver = CheckpointSaver(root / RUN, 1, contents, {}, rule, strategy, asynchronous=False)
     return saver, contents
 
 
@@ -259,7 +259,7 @@ def died(world: World, *, power: bool) -> Iterator[tuple[str, World]]:
 
 
 def read(world: World, *, rereads: bool) -> Iterator[tuple[str, World]]:
-    """Yields the next step of the process that reads; see `Checkpoints.follow`."""
+    """Yields the next step of the process that reads; see `CheckpointSaver.follow`."""
     reader, known = world.reader, texts(world.disk)
 
     def now(told: str, **changes: Any) -> tuple[str, World]:

@@ -63,8 +63,8 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
     As long as the system's scale stays finite and within the system's bounds, the preset's
     scale moves in exactly the same way. Beyond that, presets differ on purpose: the scale is
     always a power of two in [2^-126, 2^126], never 0, inf or NaN, and no preset raises an
-    error. A training loop limits consecutive skips instead (`max_consecutive_skips` of
-    `trainer.Trainer`).
+    error. A training loop limits consecutive skips instead (`max_consecutive` of
+    `trainer.Skips`).
 
     ==========  =========  ========================================================
     name        version    characteristics, and differences from the system

@@ -17,7 +17,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from trainer import Trainer  # isort: skip
+from trainer import Skips, Trainer, Updates  # isort: skip
 
 import keras
 import numpy as np
@@ -194,21 +194,21 @@ class SetUp:
 
 SETUPS = {
     "skip": SetUp(Dense),
-    "retry": SetUp(Dense, settings={"on_overflow": "retry"}),
+    "retry": SetUp(Dense, settings={"skips": Skips(on_overflow="retry")}),
     "nan_alone": SetUp(Dense, steep=(), spoilt=(5, 6, 20)),
     "critic": SetUp(
         Players,
         settings={
-            "alternate_optimizers": True,
-            "updates_per_step": {"critic": 3},
-            "ema_momentum": None,
+            "updates": Updates(
+                global_clipnorm=1.0, alternate_optimizers=True, updates_per_step={"critic": 3}
+            ),
             "metrics": None,
         },
     ),
     "float32_step": SetUp(
         Dense,
         steep=tuple(range(8, 13)),
-        settings={"on_stuck": "float32", "max_consecutive_skips": 3},
+        settings={"skips": Skips(on_stuck="float32", max_consecutive=3)},
     ),
     "hysteresis": SetUp(
         Dense,
@@ -235,8 +235,7 @@ def make(setup, strategy):
         "precision": "mixed_float16",
         "loss_scale": scaling.DynamicLossScale(2.0**8, growth_interval=4),
         "metrics": lambda: {"mean": keras.metrics.Mean()},
-        "global_clipnorm": 1.0,
-        "ema_momentum": 0.9,
+        "updates": Updates(global_clipnorm=1.0, ema_momentum=0.9),
         "jit_compile": False,
         "log_interval": 10,
         "steps_per_loop": 3,

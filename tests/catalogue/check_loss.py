@@ -11,7 +11,7 @@ from catalogue.models import made_by
 from helpers import attempt, copies
 from hypothesis import assume
 
-from trainer import Trainer
+from trainer import Skips, Trainer
 
 LEARNING_RATE = 0.25
 
@@ -27,8 +27,7 @@ def make_trainer(kind, loss, configuration, strategy, **arguments):
         jit_compile=configuration.jit_compile,
         precision=configuration.precision,
         loss_scale=RULES[configuration.precision],
-        on_overflow="retry",
-        max_retries=8,
+        skips=Skips(on_overflow="retry", max_retries=8),
         verbose=False,
         seed=1,
         **arguments,

@@ -14,6 +14,7 @@ from helpers import copies
 from hypothesis import Phase, given, settings
 
 import scaling
+from trainer import Skips
 from trainer.step import TrainState, attempt_step, plan_step
 from trainer.step.randomness import key_source, make_keys, seed_states
 
@@ -57,7 +58,7 @@ class Built:
                 rule=rule,
                 num_microbatches=configuration.num_microbatches,
                 jit_compile=configuration.jit_compile,
-                max_retries=8,
+                skips=Skips(on_overflow="retry", max_retries=8),
             )
         self.step = tf.function(self.attempt, autograph=False)
 

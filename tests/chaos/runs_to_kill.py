@@ -30,7 +30,7 @@ from helpers import digests_of_run
 
 import scaling
 import strategies
-from trainer import Trainer, convert_to_float8
+from trainer import Checkpoints, Monitoring, Skips, Trainer, Updates, convert_to_float8
 
 STEPS = 24
 EXAMPLES = 100  # 13 batches in a pass, the last of them with four examples
@@ -43,18 +43,26 @@ HUGE = scaling.DynamicLossScale(2.0**126, growth_interval=3, max_scale=2.0**126)
 # What is special about each kind of run. Those with `eval_interval` evaluate.
 KINDS = {
     "replicas": {"strategy": "mirrored"},
-    "workers": {"strategy": "multi_worker_mirrored", "max_overflow_records": 0},
+    "workers": {"strategy": "multi_worker_mirrored", "skips": Skips(max_records=0)},
     "sums": {  # of workers, in bfloat16 and in buckets
         "strategy": "multi_worker_mirrored",
-        "max_overflow_records": 0,
-        "reduce_dtype": "bfloat16",
-        "reduce_bucket_bytes": 64,
+        "skips": Skips(max_records=0),
+        "updates": Updates(reduce_dtype="bfloat16", reduce_bucket_bytes=64),
     },
     "one_program": {"jit_compile": "step"},
-    "retry": {"on_overflow": "retry", "max_retries": 1},
-    "ema": {"ema_momentum": 0.9, "record_gradients": True, "eval_interval": 8, "keep_best": 1},
-    "evaluation": {"eval_interval": 3, "evaluate_at_start": True, "keep_best": 2},
-    "async": {"async_checkpoint": True, "checkpoint_interval": 3},
+    "retry": {"skips": Skips(on_overflow="retry", max_retries=1, max_records=2)},
+    "ema": {
+        "updates": Updates(ema_momentum=0.9),
+        "monitoring": Monitoring(record_gradients=True),
+        "eval_interval": 8,
+        "checkpoints": Checkpoints(interval=5, max_to_keep=2, keep_best=1),
+    },
+    "evaluation": {
+        "eval_interval": 3,
+        "evaluate_at_start": True,
+        "checkpoints": Checkpoints(interval=5, max_to_keep=2, keep_best=2),
+    },
+    "async": {"checkpoints": Checkpoints(background=True, interval=3, max_to_keep=2)},
     "auto": {
         "jit_compile": "auto",
         "precision": "float32",
@@ -64,11 +72,10 @@ KINDS = {
         "strategy": "mirrored",
         "precision": "mixed_float8",
         "loss_scale": HUGE,
-        "on_overflow": "retry",
-        "max_retries": 1,
+        "skips": Skips(on_overflow="retry", max_retries=1, max_records=2),
         "eval_interval": 5,
     },
-    "optimizers": {"alternate_optimizers": True, "updates_per_step": {"first": 2}},
+    "optimizers": {"updates": Updates(alternate_optimizers=True, updates_per_step={"first": 2})},
 }
 OF_TRAIN = ("eval_interval", "evaluate_at_start")
 
@@ -94,7 +101,7 @@ class RunToKill(Trainer):
 
     def build_model(self):
         """Both halves. A best model can be read without this file if Keras knows its layers."""
-        if self.alternate_optimizers:
+        if self.updates.alternate_optimizers:
             return Halves()
         halves = Halves()
         model = keras.Sequential([keras.Input([4]), *halves.first.layers, *halves.second.layers])
@@ -104,7 +111,7 @@ class RunToKill(Trainer):
 
     def build_optimizer(self):
         """With slots."""
-        if self.alternate_optimizers:
+        if self.updates.alternate_optimizers:
             return {"first": keras.optimizers.Adam(0.01), "second": keras.optimizers.SGD(0.01, 0.9)}
         return keras.optimizers.Adam(0.5)  # so large that later models are not always better
 
@@ -113,7 +120,7 @@ class RunToKill(Trainer):
         outputs = tf.cast(self.model(batch[0], training=training), tf.float32)
         losses = tf.square(outputs - batch[1])[:, 0]
         of_halves = {"first": losses, "second": losses}
-        return (of_halves if self.alternate_optimizers else losses), outputs
+        return (of_halves if self.updates.alternate_optimizers else losses), outputs
 
     def update_metrics(self, batch, aux):
         """Mean absolute errors."""
@@ -138,11 +145,10 @@ def make(kind, model_dir, **arguments):
         "loss_scale": DYNAMIC,
         "jit_compile": False,
         "metrics": lambda: {"error": keras.metrics.MeanAbsoluteError()},
-        "checkpoint_interval": 5,
-        "max_to_keep": 2,
+        "checkpoints": Checkpoints(interval=5, max_to_keep=2),
         "log_interval": 4,
         "steps_per_loop": 2,
-        "max_overflow_records": 2,
+        "skips": Skips(max_records=2),
         "seed": 3,
     }
     own = {name: value for name, value in KINDS[kind].items() if name not in OF_TRAIN}

@@ -17,6 +17,7 @@ import pytest
 from helpers import Linear, all_copies, slopes
 
 import scaling
+from trainer import Checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 STEPS = 9
@@ -33,9 +34,8 @@ class Damaged(Linear):
             model_dir=model_dir,
             precision="mixed_float16",
             loss_scale=scaling.DynamicLossScale(2.0**18, growth_interval=3),
-            checkpoint_interval=3,
+            checkpoints=Checkpoints(interval=3, keep_best=1),
             log_interval=2,
-            keep_best=1,
             jit_compile=False,
             verbose=False,
             seed=1,

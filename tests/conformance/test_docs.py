@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from marking import laws_of
 
-from trainer import DataError, Divergence, Trainer
+from trainer import Checkpoints, DataError, Divergence, Monitoring, Skips, Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -210,13 +210,12 @@ def lines_of_a_troubled_run(folder):
         metrics=["mae"],
         precision="mixed_float16",
         loss_scale="dynamic:initial_scale=2^24",
-        on_overflow="retry",
-        on_stuck="float32",
-        max_consecutive_skips=1,
-        record_gradients=True,
-        divergence=Divergence(loss_above=500.0, skip_data=True),
+        skips=Skips(on_overflow="retry", on_stuck="float32", max_consecutive=1),
+        monitoring=Monitoring(
+            record_gradients=True, divergence=Divergence(loss_above=500.0, skip_data=True)
+        ),
         model_dir=folder,
-        checkpoint_interval=5,
+        checkpoints=Checkpoints(interval=5),
         log_interval=2,
         verbose=False,
     )

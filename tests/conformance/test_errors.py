@@ -17,21 +17,15 @@ import scaling
 import strategies
 import trainer
 import trainer.flags
-from trainer import Divergence
+from trainer import Checkpoints, Divergence, Losses, Monitoring, Skips, Updates
 from trainer.step import plan_step
 
 ONES = np.ones([4, 1], np.float32)
 DATA = ONES, ONES
 FLAGS = [
     ("--loss_scale=1024:growth_interval=5", "loss_scale"),
-    ("--loss_scale=dynamic --initial_scale=1000", "initial_scale"),
-    ("--loss_scale=1024 --initial_scale=65536", "--initial_scale"),
-    ("--precision=mixed_bfloat16 --initial_scale=65536", "--initial_scale"),
-    ("--timeout_secs=60", "--timeout_secs"),
-    ("--continuous", "--continuous"),
-    ("--max_recoveries=9", "--max_recoveries"),
-    ("--keep_best=3", "keep_best"),
-    ("--max_overflow_records=5", "max_overflow_records"),
+    ("--checkpoints.keep_best=3", "keep_best"),
+    ("--skips.max_records=5", "max_records"),
 ]
 
 
@@ -91,23 +85,26 @@ CASES = [
     ("loss_fn", lambda: make(loss_fn=keras.losses.Dice())),
     ("loss_fn", lambda: make(loss_fn={"a": IGNORING})),
     ("loss_fn", lambda: train((ONES, np.ones([4, 3], np.float32)), 1)),
-    ("loss_fn", lambda: make(loss_fn=["mse", "mae"], loss_reduction="global")),
-    ("loss_weights", lambda: make(loss_weights=[2.0])),
-    ("class_weight", lambda: make(loss_fn=["mse"], class_weight={0: 2.0})),
+    ("loss_fn", lambda: make(loss_fn=["mse", "mae"], losses=Losses(reduction="global"))),
+    ("weights", lambda: make(losses=Losses(weights=[2.0]))),
+    ("class_weight", lambda: make(loss_fn=["mse"], losses=Losses(class_weight={0: 2.0}))),
     ("metrics", lambda: make(metrics=["mae", keras.metrics.MeanSquaredError(name="mae")])),
     # Two settings that contradict each other, or one that would be ignored.
-    ("num_microbatches", lambda: make(loss_reduction="global", num_microbatches=2)),
-    ("reduce_dtype", lambda: make(reduce_dtype="float16")),
-    ("global_clipnorm", lambda: make(global_clipnorm=1.0, clipnorm=1.0)),
-    ("global_clipnorm", lambda: train(optimizer=SGD(clipnorm=2.0), global_clipnorm=1.0)),
-    ("ema_momentum", lambda: train(optimizer=SGD(use_ema=True), ema_momentum=0.9)),
-    ("updates_per_step", lambda: make(updates_per_step={"critic": 5})),
+    ("num_microbatches", lambda: train(losses=Losses(reduction="global"), num_microbatches=2)),
+    ("reduce_dtype", lambda: train(updates=Updates(reduce_dtype="float16"))),
+    ("global_clipnorm", lambda: make(updates=Updates(global_clipnorm=1.0, clipnorm=1.0))),
+    (
+        "global_clipnorm",
+        lambda: train(optimizer=SGD(clipnorm=2.0), updates=Updates(global_clipnorm=1.0)),
+    ),
+    ("ema_momentum", lambda: train(optimizer=SGD(use_ema=True), updates=Updates(ema_momentum=0.9))),
+    ("updates_per_step", lambda: make(updates=Updates(updates_per_step={"critic": 5}))),
     ("optimizer", lambda: plan(optimizer=SGD(loss_scale_factor=8.0))),
-    ("keep_best", lambda: make(keep_best=3)),
-    ("divergence", lambda: make(divergence=Divergence(loss_above=100.0))),
-    ("init_from_skip", lambda: make(init_from_skip=["head/"])),
-    ("max_overflow_records", lambda: make(max_overflow_records=5)),
-    ("on_stuck", lambda: train(model=tf.Module, on_stuck="float32")),
+    ("keep_best", lambda: make(checkpoints=Checkpoints(keep_best=3))),
+    ("divergence", lambda: make(monitoring=Monitoring(divergence=Divergence(loss_above=100.0)))),
+    ("init_from_skip", lambda: make(checkpoints=Checkpoints(init_from_skip=["head/"]))),
+    ("max_records", lambda: make(skips=Skips(max_records=5))),
+    ("on_stuck", lambda: train(model=tf.Module, skips=Skips(on_stuck="float32"))),
     ("averaged", lambda: predict(averaged=True)),
     # Data that is not what it seems.
     ("train_data", lambda: train((ONES, ONES[:2]), 1)),

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from trainer import Trainer
+from trainer import Checkpoints, Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 ONES = np.ones([4, 3], np.float32)
@@ -35,7 +35,7 @@ def test_only_the_weights_of_a_keras_file_are_read(tmp_path):
         model=lambda: keras.Sequential([keras.Input([3]), dense()]),
         optimizer=lambda: keras.optimizers.SGD(0.0),
         loss_fn="mse",
-        init_from=path,
+        checkpoints=Checkpoints(init_from=path),
         verbose=False,
     )
     trainer.train((ONES, ONES[:, :1]), steps=1, global_batch=4)

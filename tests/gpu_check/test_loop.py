@@ -12,6 +12,7 @@ from gpu_check.placement import CARD, copies_to_host
 from helpers import IMAGES, LABELS, SmallImages, adam, assert_close
 
 import strategies
+from trainer import Monitoring
 from trainer.loop import pending
 from trainer.run import build
 
@@ -76,7 +77,7 @@ def test_a_report_on_the_host_is_found(monkeypatch):
 
 def test_a_check_of_the_data_is_found():
     """`check_data=True` stops at a wrong value, so the host waits until a batch has been looked at."""
-    found = in_each_step(*traced_loop(check_data=True))
+    found = in_each_step(*traced_loop(monitoring=Monitoring(check_data=True)))
 
     assert {*found} > {*ALWAYS}
 

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from helpers import Linear, attempt
 
+from trainer import Updates
+
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
 
 
@@ -111,12 +113,12 @@ def wholes():
     """The results of one device with the whole batch, per bound, with a moving average of the
     weights.
     """
-    return [trained_with_average(**bound) for bound in BOUNDS]
+    return [trained_with_average(bound) for bound in BOUNDS]
 
 
-def trained_with_average(**arguments):
+def trained_with_average(bound, **arguments):
     """Runs a step on each batch; returns the gradient norms, and the weights and their averages."""
-    trainer = Everything(seed=3, ema_momentum=0.7, **arguments)
+    trainer = Everything(seed=3, updates=Updates(ema_momentum=0.7, **bound), **arguments)
     norms = [report.gradient_norm for report in attempt(trainer, batches(SIZES))]
     averages = [v for v in trainer.optimizer.variables if "average" in v.path]
     variables = [*trainer.model.trainable_variables, *averages]
@@ -135,7 +137,7 @@ def test_division_changes_neither_clipping_nor_averages(
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     divided = trained_with_average(
-        strategy=strategy, num_microbatches=num_microbatches, **BOUNDS[bound]
+        BOUNDS[bound], strategy=strategy, num_microbatches=num_microbatches
     )
     (norms, weights), (our_norms, our_weights) = wholes[bound], divided
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from helpers import attempt, copies, example
 
 from scaling import Cause
-from trainer import Trainer
+from trainer import Checkpoints, Trainer, Updates
 from trainer.step.randomness import key_source, make_keys
 
 STEPS, UPDATES, EXAMPLES = 2, 3, 6
@@ -97,8 +97,7 @@ def trained(strategy, precision="float32", updates=UPDATES, **arguments):
         precision=precision,
         loss_scale=1024.0 if precision == "mixed_float16" else None,
         jit_compile=False,
-        alternate_optimizers=True,
-        updates_per_step={"critic": updates},
+        updates=Updates(alternate_optimizers=True, updates_per_step={"critic": updates}),
         seed=3,
         verbose=False,
         **arguments,
@@ -170,8 +169,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     def run(folder, steps, updates=UPDATES, **arguments):
         trainer = Wgan(
             model_dir=tmp_path / folder,
-            alternate_optimizers=True,
-            updates_per_step={"critic": updates},
+            updates=Updates(alternate_optimizers=True, updates_per_step={"critic": updates}),
             jit_compile=False,
             seed=3,
             verbose=False,
@@ -192,4 +190,4 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
         "allow_changes=('updates_per_step',)."
     )
     assert all(np.array_equal(a, b) for a, b in zip(stopped, whole, strict=True))
-    run("stopped", 5, updates=2, allow_changes=("updates_per_step",))
+    run("stopped", 5, updates=2, checkpoints=Checkpoints(allow_changes=("updates_per_step",)))

@@ -18,7 +18,7 @@ import tensorflow as tf
 from access import untuned
 from helpers import Linear, all_copies
 
-from trainer import Action, Divergence
+from trainer import Action, Checkpoints, Divergence, Monitoring
 from trainer.base import atomic_files
 from trainer.checkpoint import CheckpointError, folder
 from trainer.data.errors import DataError
@@ -37,7 +37,11 @@ class Steady(Linear):
 
     def __init__(self, model_dir, **arguments):
         """Sets what must be the same in every part of a run."""
-        settings = {"checkpoint_interval": INTERVAL, "steps_per_loop": 2, "verbose": False}
+        settings = {
+            "checkpoints": Checkpoints(interval=INTERVAL),
+            "steps_per_loop": 2,
+            "verbose": False,
+        }
         super().__init__(model_dir=model_dir, **settings | arguments)
 
     def build_optimizer(self):
@@ -286,10 +290,18 @@ def test_data_that_fail_in_the_middle(tmp_path, undisturbed, broken, mended, dat
     contains the fault, so the run resumes by skipping.
     """
     with pytest.raises(DataError):
-        finish(Steady(tmp_path, data_resume=data_resume), broken(FAULT))
+        finish(
+            Steady(tmp_path, checkpoints=Checkpoints(interval=INTERVAL, data_resume=data_resume)),
+            broken(FAULT),
+        )
     assert steps_saved(tmp_path) == [INTERVAL]
 
-    trainer = Steady(tmp_path, data_resume="skip" if data_resume == "exact" else data_resume)
+    trainer = Steady(
+        tmp_path,
+        checkpoints=Checkpoints(
+            interval=INTERVAL, data_resume="skip" if data_resume == "exact" else data_resume
+        ),
+    )
     assert_resumes(tmp_path, INTERVAL, undisturbed, mended(1000), trainer)
 
 
@@ -324,7 +336,9 @@ def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
     finish(trainer, data)
     assert folder.read_manifest(path / f"ckpt-{TARGET}")["batches_taken"] == TARGET + 1
     path = tmp_path / "copy"
-    healthy = Steady(path, allow_changes=("loss",), **arguments)
+    healthy = Steady(
+        path, checkpoints=Checkpoints(interval=INTERVAL, allow_changes=("loss",)), **arguments
+    )
     assert_resumes(path, INTERVAL, whole, data, healthy)
 
 
@@ -338,7 +352,7 @@ def test_a_run_that_has_diverged_is_not_saved_because_a_hook_raises(tmp_path):
 
     divergence = Divergence(loss_above=2.5 / 64)
     with pytest.raises(ZeroDivisionError):
-        finish(Diverging(tmp_path, divergence=divergence))
+        finish(Diverging(tmp_path, monitoring=Monitoring(divergence=divergence)))
 
     assert steps_saved(tmp_path) == [0]
 
@@ -391,7 +405,7 @@ def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
     """
 
     def trainer(fault):
-        made = Breaking(tmp_path, actions=[Action(Counting(), every_steps=2)])
+        made = Breaking(tmp_path, callbacks=[Action(Counting(), every_steps=2)])
         made.fault = fault
         return made
 

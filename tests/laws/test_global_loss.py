@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import attempt, example
 
-from trainer import Trainer
+from trainer import Losses, Skips, Trainer
 
 nt_xent = example("simclr").nt_xent
 
@@ -127,7 +127,7 @@ def plain_loop(kind):
 
 def trained(kind, **arguments):
     """Reports and weights after each step of a trainer."""
-    trainer = kind(loss_reduction="global", verbose=False, **arguments)
+    trainer = kind(losses=Losses(reduction="global"), verbose=False, **arguments)
     return [
         (report, [weight.numpy() for weight in trainer.model.trainable_variables])
         for report in attempt(trainer, batches())
@@ -201,7 +201,10 @@ def test_a_skip_on_one_replica_skips_all(mirrored):
     """
     settings = {"precision": "mixed_float16", "strategy": mirrored(3), "verbose": False}
     trainer = Overflowing(
-        loss_reduction="global", loss_scale="dynamic", on_overflow="retry", **settings
+        losses=Losses(reduction="global"),
+        loss_scale="dynamic",
+        skips=Skips(on_overflow="retry"),
+        **settings,
     )
     [batch, *_] = batches()
     batch["b"][-1] = 500.0
@@ -235,7 +238,7 @@ def test_a_loss_fn_of_the_whole_batch_is_keras_s(mirrored):
         model=circle_model,
         optimizer=lambda: keras.optimizers.SGD(0.1),
         loss_fn=loss,
-        loss_reduction="global",
+        losses=Losses(reduction="global"),
         strategy=mirrored(3),
         verbose=False,
     )
@@ -282,7 +285,7 @@ class Unranked(Ranked):
 
 def measured(kind, strategy, size):
     """Results of the metrics over batches, the last of which may be smaller."""
-    trainer = kind(loss_reduction="global", verbose=False, strategy=strategy)
+    trainer = kind(losses=Losses(reduction="global"), verbose=False, strategy=strategy)
     whole = {name: np.concatenate([b[name] for b in batches([7, 7, 6])]) for name in ("a", "label")}
     return trainer.evaluate(whole, global_batch=size)
 
@@ -302,6 +305,6 @@ def test_gathered_rows_are_refused_as_aux(mirrored, size):
     message = "`compute_loss` must return aux"
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
         measured(Unranked, mirrored(3), size)
-    trainer = Unranked(loss_reduction="global", verbose=False, strategy=mirrored(3))
+    trainer = Unranked(losses=Losses(reduction="global"), verbose=False, strategy=mirrored(3))
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
         trainer.train(tf.data.Dataset.from_tensors(batches([size])[0]), steps=1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import scaling
-from trainer import Trainer
+from trainer import Trainer, Updates
 
 TIMES = 1.7e9 + np.arange(8.0)[:, None]  # time stamps, which float32 rounds to multiples of 128
 SLOPES = np.arange(8.0)[:, None] / 8
@@ -90,7 +90,7 @@ def test_float64_on_shares(of_keras, mirrored, compiled):
     """
     of_keras("float64", "float64")
     x, y = np.linspace(-1, 1, 8)[:, None], np.linspace(0, 1, 8)[:, None] ** 2
-    settings = {"global_clipnorm": 0.5, "ema_momentum": 0.9, "seed": 0}
+    settings = {"updates": Updates(global_clipnorm=0.5, ema_momentum=0.9), "seed": 0}
     alone = trainer_of(deep, **settings)
     strategy = "one_device" if compiled == "update" else mirrored(2)
     shared = trainer_of(

@@ -17,7 +17,7 @@ import scaling
 import trainer.step.differentiate as differentiate_module
 import trainer.step.losses as losses_module
 import trainer.step.plan as plan_module
-from trainer import Trainer
+from trainer import Checkpoints, Trainer
 from trainer.step import TrainState, attempt_step, plan_step
 
 # Keras and NumPy warn about masks that nobody needs, and about copies.
@@ -453,6 +453,8 @@ def test_a_fault_on_replicas_is_noticed(monkeypatch, on_replicas):
 def test_a_lost_position_is_noticed(tmp_path):
     """A resumed run that begins its data anew ends with other bits."""
     whole = trained_to(SMALL, tmp_path / "whole", [5])
-    resumed = trained_to(SMALL, tmp_path / "resumed", [2, 5], data_resume="restart")
+    resumed = trained_to(
+        SMALL, tmp_path / "resumed", [2, 5], checkpoints=Checkpoints(data_resume="restart")
+    )
 
     assert not same_bits(whole[0], resumed[0])

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
-from trainer import Trainer
+from trainer import Checkpoints, Skips, Trainer, Updates
 
 seen = []
 
@@ -40,7 +40,7 @@ def layers():
     hidden = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.25)]
     return keras.Sequential([keras.Input([2]), *hidden, keras.layers.Dense(1)])
 
-def make(folder, **arguments):
+def make(folder, init_from=None):
     """Returns a trainer with every kind of variable that a checkpoint holds."""
     return Trainer(
         model=layers,
@@ -50,12 +50,11 @@ def make(folder, **arguments):
         model_dir=here / folder,
         precision="mixed_float16",
         loss_scale=scaling.DynamicLossScale(growth_interval=3),
-        ema_momentum=0.75,
+        updates=Updates(ema_momentum=0.75),
         jit_compile=False,
         verbose=False,
-        max_overflow_records=1,
-        keep_best=1,
-        **arguments,
+        skips=Skips(max_records=1),
+        checkpoints=Checkpoints(keep_best=1, init_from=init_from),
     )
 
 def train(trainer, steps):

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from plans import plan_of
 
-from trainer import Trainer
+from trainer import Checkpoints, Trainer, Updates
 from trainer.step import TrainState, attempt_step
 
 # Keras warns about the variables that the loss does not reach; so do these tests' own loops.
@@ -215,7 +215,7 @@ DATA = {"ids": ROWS, "y": TARGETS}
 @pytest.mark.slow
 def test_a_multi_optimizer_in_a_run(tmp_path, mirrored):
     """L12: a run with a `MultiOptimizer` is trained, averaged, evaluated, saved and resumed to the bit."""
-    settings = {"strategy": mirrored(3), "ema_momentum": 0.5}
+    settings = {"strategy": mirrored(3), "updates": Updates(ema_momentum=0.5)}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     one = Trained(model_dir=whole, **settings)
     one.train(DATA, steps=4, global_batch=6)
@@ -265,7 +265,7 @@ def test_weights_are_loaded_before_the_optimizer_is_built(tmp_path, name):
     for place, variable in enumerate(old.trainable_variables):
         variable.assign(variable + 0.1 * (place + 1))
     old.save_weights(tmp_path / "old.weights.h5")
-    trainer = Trained(make, init_from=tmp_path / "old.weights.h5")
+    trainer = Trained(make, checkpoints=Checkpoints(init_from=tmp_path / "old.weights.h5"))
     trainer.train(DATA, steps=2, global_batch=6)
     expected, theirs = plain(make, 2, (tf.constant(ROWS), tf.constant(TARGETS)), old)
 
@@ -285,7 +285,7 @@ def test_an_optimizer_that_holds_other_weights_is_refused(tmp_path):
 
     where = tmp_path / "old.weights.h5"
     with pytest.raises(ValueError, match="`init_from`") as error:
-        Built(init_from=where).train(DATA, steps=1, global_batch=6)
+        Built(checkpoints=Checkpoints(init_from=where)).train(DATA, steps=1, global_batch=6)
 
     assert str(error.value) == (
         "`init_from` must be None if the optimizer already holds copies of the weights; got "

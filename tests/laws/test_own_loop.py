@@ -13,7 +13,8 @@ import tensorflow as tf
 from access import untuned
 
 import scaling
-from trainer.step import Clip, TrainState, attempt_step, plan_step
+from trainer import Updates
+from trainer.step import TrainState, attempt_step, plan_step
 
 pytestmark = pytest.mark.sampled
 
@@ -88,7 +89,7 @@ def trained(strategy, batches, **arguments):
     "arguments",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"num_microbatches": 2, "clip": Clip(global_clipnorm=0.5)},
+        {"num_microbatches": 2, "updates": Updates(global_clipnorm=0.5)},
         {"example_weights": lambda batch: batch["weight"]},
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import all_copies, assert_same_bits
 
-from trainer import Callback, Divergence, Trainer
+from trainer import Callback, Checkpoints, Divergence, Monitoring, Trainer
 from trainer.callbacks import KerasCallbacks
 from trainer.checkpoint import folder
 
@@ -43,7 +43,7 @@ def line(model_dir, callbacks=(), **arguments):
         loss_fn="mse",
         model_dir=model_dir,
         callbacks=callbacks,
-        checkpoint_interval=5,
+        checkpoints=Checkpoints(interval=5),
         steps_per_loop=1,
         log_interval=4,
         seed=1,
@@ -261,7 +261,9 @@ def test_a_rollback_into_an_earlier_phase_begins_the_data_anew(tmp_path):
         def on_recovery(self, step, restored):
             self.trainer.recovered.append(restored)
 
-    trainer = line(tmp_path, [Bursts()], divergence=Divergence(loss_above=1e3))
+    trainer = line(
+        tmp_path, [Bursts()], monitoring=Monitoring(divergence=Divergence(loss_above=1e3))
+    )
     trainer.recovered = []
     trainer.train(FEW, 10, global_batch=16)
     seen = []

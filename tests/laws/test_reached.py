@@ -12,7 +12,7 @@ import tensorflow as tf
 from plans import plan_of
 
 import scaling
-from trainer.step import Clip, TrainState, attempt_step
+from trainer.step import TrainState, Updates, attempt_step
 
 pytestmark = pytest.mark.sampled
 
@@ -319,8 +319,8 @@ def test_replacing_values_are_combined_by_their_maximum(mirrored, replicas, part
     "settings",
     [
         {"rule": scaling.FixedLossScale(2.0**10)},
-        {"clip": Clip(global_clipnorm=1e-3)},
-        {"clip": Clip(clipvalue=1e-3)},
+        {"updates": Updates(global_clipnorm=1e-3)},
+        {"updates": Updates(clipvalue=1e-3)},
     ],
     ids=["loss_scale", "global_clipnorm", "clipvalue"],
 )

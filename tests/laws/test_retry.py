@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import scaling
 from scaling import Cause
-from trainer import Totals, Trainer
+from trainer import Skips, Totals, Trainer
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
 
@@ -31,11 +31,10 @@ class Everything(Trainer):
     user's.
     """
 
-    def __init__(self, optimizer_name, **arguments):
+    def __init__(self, optimizer_name, on_overflow="retry", **arguments):
         """Creates the user's variables in the strategy's scope."""
-        super().__init__(
-            loss_scale=RULE, max_retries=MAX_RETRIES, seed=0, verbose=False, **arguments
-        )
+        skips = Skips(on_overflow=on_overflow, max_retries=MAX_RETRIES)
+        super().__init__(loss_scale=RULE, skips=skips, seed=0, verbose=False, **arguments)
         self.optimizer_name = optimizer_name
         with self.strategy.scope():
             self.generator = tf.random.Generator.from_seed(1)
@@ -143,7 +142,7 @@ def runs(mirrored):
         key = replicas, optimizer, on_overflow
         if key not in made:
             strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
-            trainer = Everything(optimizer, on_overflow=on_overflow, strategy=strategy)
+            trainer = Everything(optimizer, on_overflow, strategy=strategy)
             # One applied step, so that no slot or average is still 0.
             [report] = attempt(trainer, [everything.batch(seed=9)])
             assert report.grads_finite
@@ -201,7 +200,7 @@ def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
     code. Its outcome at the first scale confirms that the intended cause occurred.
     """
     retrying, values = runs(replicas)
-    skipping, _ = runs(replicas, on_overflow="skip")
+    skipping, _ = runs(replicas, skips=Skips(on_overflow="skip"))
     for place in ["backward", "reduction"][: 1 if replicas == 1 else 2]:
         batch = overflowing(1, place, replicas - 1, replicas)
         skipping.start_over(values, RULE.initial_state())
@@ -309,7 +308,7 @@ def test_every_attempt_gets_the_same_inputs(mirrored, replicas):
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     rule = scaling.DynamicLossScale(2.0**18)
-    trainer = Noted(strategy=strategy, loss_scale=rule, on_overflow="retry")
+    trainer = Noted(strategy=strategy, loss_scale=rule, skips=Skips(on_overflow="retry"))
     examples = [[1.0, 2.0], [4.0, 8.0]]  # times R below, because the loss is a mean over R examples
     drawn_before = set()
     for first, last in examples:
@@ -343,7 +342,7 @@ def test_where_no_other_scale_is_left_the_step_is_skipped(rule, retries, last, l
     """L6: a rule at its floor, or one that never moves, is not asked for another attempt, which
     would end the same way. The scale stays where a single overflow would have put it.
     """
-    trainer = Linear(loss_scale=rule, on_overflow="retry", **HALF)
+    trainer = Linear(loss_scale=rule, skips=Skips(on_overflow="retry"), **HALF)
     cause = Cause.MODEL if hasattr(rule, "min_scale") else Cause.BACKWARD
     for expected, scale in zip(retries, left, strict=True):
         [report] = attempt(trainer, [slopes(1e6)])
@@ -361,8 +360,7 @@ def test_the_number_of_retries_is_bounded(max_retries):
     """
     trainer = Linear(
         loss_scale=scaling.DynamicLossScale(2.0**24),
-        on_overflow="retry",
-        max_retries=max_retries,
+        skips=Skips(on_overflow="retry", max_retries=max_retries),
         **HALF,
     )
     [report] = attempt(trainer, [slopes(1.0)])
@@ -382,7 +380,7 @@ def test_no_attempt_is_repeated_at_its_scale(hysteresis, refill):
     attempts is the number of scales from the first to the one that fits.
     """
     rule = scaling.DynamicLossScale(2.0**20, hysteresis=hysteresis, hysteresis_refill=refill)
-    trainer = Noted(loss_scale=rule, on_overflow="retry")
+    trainer = Noted(loss_scale=rule, skips=Skips(on_overflow="retry"))
     slopes_and_scales = [(1.0, 2.0**15), (2.0, 2.0**14), (2.0, 2.0**14), (64.0, 2.0**9)]
     scale = rule.initial_scale
     for slope, fitting in slopes_and_scales:
@@ -401,8 +399,7 @@ def test_retries_are_counted_separately():
     """
     trainer = Linear(
         loss_scale=scaling.DynamicLossScale(2.0**18),
-        on_overflow="retry",
-        max_retries=4,
+        skips=Skips(on_overflow="retry", max_retries=4),
         verbose=False,
         steps_per_loop=5,
         **HALF,
@@ -442,7 +439,7 @@ def test_no_example_is_lost(mirrored, replicas, jit_compile):
         trainer = Linear(
             strategy=mirrored(replicas) if replicas > 1 else "default",
             loss_scale=scaling.DynamicLossScale(2.0**24),
-            on_overflow=on_overflow,
+            skips=Skips(on_overflow=on_overflow),
             precision="mixed_float16",
             jit_compile=jit_compile,
             verbose=False,
@@ -465,7 +462,7 @@ def test_skipping_is_the_default():
     trainer = Linear(loss_scale=scaling.DynamicLossScale(2.0**18), **HALF)
     [report] = attempt(trainer, [slopes(1.0)])
 
-    assert trainer.skip_policy.on_overflow == "skip"
+    assert trainer.skips.on_overflow == "skip"
     assert (report.grads_finite, report.retries, report.loss_scale) == (False, 0, 2.0**18)
     assert trainer.loss_scale == 2.0**17
 
@@ -544,9 +541,7 @@ def linear(mirrored):
             made[key] = Linear(
                 strategy=mirrored(replicas) if replicas > 1 else "default",
                 loss_scale=rule,
-                on_overflow="retry",
-                max_retries=max_retries,
-                max_consecutive_skips=1000,
+                skips=Skips(on_overflow="retry", max_retries=max_retries, max_consecutive=1000),
                 **HALF,
             )
             list(attempt(made[key], [slopes(*[1.0] * replicas)]))
@@ -619,12 +614,14 @@ def test_hysteresis_costs_no_retries():
     overflows.
     """
     rule = scaling.DynamicLossScale(2.0**16, hysteresis=5)
-    half = {"precision": "mixed_float16", "jit_compile": False, "on_overflow": "retry"}
-    trainer = Linear(loss_scale=rule, max_retries=1, **half)
+    half = {"precision": "mixed_float16", "jit_compile": False}
+    trainer = Linear(loss_scale=rule, skips=Skips(on_overflow="retry", max_retries=1), **half)
     [report] = attempt(trainer, [slopes(1.0)])
 
     assert (report.grads_finite, report.retries, report.loss_scale) == (True, 1, 2.0**15)
-    blind = Linear(loss_scale=rule, attribute_causes=False, **half)
+    blind = Linear(
+        loss_scale=rule, skips=Skips(on_overflow="retry", attribute_causes=False), **half
+    )
     [report] = attempt(blind, [slopes(np.nan)])
     state = access.state(blind).loss_scaler.state_dict()
 
@@ -646,7 +643,7 @@ def test_a_batch_that_no_scale_helps_costs_no_backoff(mirrored, replicas):
     trainer = Rooted(
         strategy=mirrored(replicas) if replicas > 1 else "default",
         loss_scale=scaling.DynamicLossScale(),
-        on_overflow="retry",
+        skips=Skips(on_overflow="retry"),
     )
     [report] = attempt(trainer, [slopes(*[1.0] * replicas)])
 

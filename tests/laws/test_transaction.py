@@ -13,7 +13,7 @@ from helpers import Linear, attempt, copies, linear_model, reset_step_count, slo
 
 import scaling
 from scaling import Cause
-from trainer import Trainer
+from trainer import Trainer, Updates
 from trainer.step import TrainState, attempt_step, plan_step
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
@@ -165,7 +165,7 @@ MAKE = {
     "trainer": Everything,
     "own loop": OwnLoop,
     "one program": functools.partial(Everything, jit_compile="step"),
-    "sums in bfloat16": functools.partial(Everything, reduce_dtype="bfloat16"),
+    "sums in bfloat16": functools.partial(Everything, updates=Updates(reduce_dtype="bfloat16")),
 }
 LOOPS = [(loop, replicas) for loop in ("trainer", "own loop") for replicas in (1, 2, 3)]
 LOOPS.append(pytest.param("one program", 1, marks=pytest.mark.replicas(1)))

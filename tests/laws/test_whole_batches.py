@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Trainer
+from trainer import Losses, Trainer
 
 SIZES = [(10, [3, 5, 2]), (4, [4]), (7, [1, 6])]  # numbers of nodes, and of each graph's
 random = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def graphs(**arguments):
     return Graphs(
         model=model,
         optimizer=lambda: keras.optimizers.SGD(0.1),
-        **{"loss_reduction": "global", "verbose": False} | arguments,
+        **{"losses": Losses(reduction="global"), "verbose": False} | arguments,
     )
 
 
@@ -126,7 +126,7 @@ def test_batches_of_graphs_are_evaluated_and_predicted():
 def test_divided_batches_are_refused_by_the_names_of_their_entries(mirrored):
     """Where a loss has a share of the batch, rows must be examples."""
     two = graphs(strategy=mirrored(2), jit_compile=False)
-    for trainer in (two, graphs(loss_reduction="mean")):
+    for trainer in (two, graphs(losses=Losses(reduction="mean"))):
         for data in (BATCHES, as_dataset()):
             with pytest.raises(ValueError, match=r"`train_data`.*'nodes': \(10, 3\).*'y': \(3,\)"):
                 trainer.train(data, steps=3)

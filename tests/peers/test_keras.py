@@ -14,7 +14,7 @@ from plans import NO_SCALE, plan_of
 
 import scaling
 from scaling import DynamicLossScale, LossScaler
-from trainer import Trainer
+from trainer import Trainer, Updates
 from trainer.step import TrainState, attempt_step
 
 pytestmark = [pytest.mark.thorough, pytest.mark.replicas(2, 3)]
@@ -126,7 +126,7 @@ def test_iterations_counter():
 def test_two_bounds_are_refused():
     """At most one bound may be set (test_clip_args)."""
     with pytest.raises(ValueError, match=r"`clipnorm`|`clipvalue`"):
-        Linear(clipnorm=0.1, clipvalue=0.1)
+        Linear(updates=Updates(clipnorm=0.1, clipvalue=0.1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Action, Trainer
+from trainer import Action, Checkpoints, Trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -70,7 +70,7 @@ def test_without_model_dir(tmp_path, monkeypatch):
 def run(tmp_path_factory):
     """A run of ten steps that saves and evaluates at step 5 and 10, with loops of ten."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = runner(model_dir=folder, checkpoint_interval=5, steps_per_loop=10)
+    trainer = runner(model_dir=folder, checkpoints=Checkpoints(interval=5), steps_per_loop=10)
     data = dataset().repeat(100)
     return trainer, trainer.train(data, steps=10, eval_data=dataset(), eval_interval=5)
 
@@ -169,7 +169,7 @@ def test_early_stop_on_eval_loss():
             trainer.stop()
 
     actions = [Action(stop_when_learned, every_steps=2)]
-    summary = runner(actions=actions).train(dataset(), steps=40)
+    summary = runner(callbacks=actions).train(dataset(), steps=40)
 
     assert summary.step < 40
 
@@ -275,7 +275,7 @@ def test_conditional_action():
             raise AssertionError("six")
 
     with pytest.raises(AssertionError, match="six"):
-        runner(actions=[Action(fail_at_six, every_steps=2)]).train(dataset(), steps=10)
+        runner(callbacks=[Action(fail_at_six, every_steps=2)]).train(dataset(), steps=10)
 
 
 class Scripted(Runner):
@@ -315,8 +315,7 @@ def test_new_best_metric(tmp_path, best_is, expected):
     """
     settings = {
         "model_dir": tmp_path,
-        "keep_best": 2,
-        "best_is": best_is,
+        "checkpoints": Checkpoints(keep_best=2, best_is=best_is),
         "steps_per_loop": 2,
         "verbose": False,
         "jit_compile": False,

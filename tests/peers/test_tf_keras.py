@@ -9,12 +9,12 @@ from peer_models import Stepper
 
 import scaling
 from scaling import DynamicLossScale, FixedLossScale, LossScaler
-from trainer import Trainer
+from trainer import Skips, Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.replicas(2, 3)]
 
 # tf_keras's scale follows every non-finite gradient, whatever its cause.
-LIKE_TF_KERAS = {"attribute_causes": False}
+LIKE_TF_KERAS = {"skips": Skips(attribute_causes=False)}
 
 
 @pytest.fixture(params=[1, 2])

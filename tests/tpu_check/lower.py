@@ -22,7 +22,7 @@ import tensorflow as tf
 from lowered_step import copies, lower_replica, programs_of, started
 
 import strategies
-from trainer import Trainer
+from trainer import Trainer, Updates
 from trainer.step.report import Outcome
 
 CORES = 4
@@ -42,7 +42,7 @@ class Checked(Trainer):
             strategy=strategy,
             precision=precision,
             loss_scale=2.0**8,
-            ema_momentum=0.9,
+            updates=Updates(ema_momentum=0.9),
             jit_compile=jit_compile,
             seed=1,
             verbose=False,

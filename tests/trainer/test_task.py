@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
-from trainer import Trainer
+from trainer import Checkpoints, Trainer
 
 
 class Hooked(Linear):
@@ -73,7 +73,7 @@ def test_hooks_are_called_in_order(tmp_path):
     assert trainer.evaluate(slopes(1.0, 3.0), global_batch=1)["loss"] == 2 * 2.0 * trainer.weight
     assert trainer.batches_evaluated == 1
 
-    resumed = Hooked(model_dir=tmp_path, data_resume="restart")
+    resumed = Hooked(model_dir=tmp_path, checkpoints=Checkpoints(data_resume="restart"))
     resumed.train(slopes(2.0, np.nan), steps=5, global_batch=2)
 
     assert resumed.calls[0] == ("train begins", 3)
@@ -196,7 +196,7 @@ def test_a_layer_is_a_model(tmp_path, mirrored, precision, replicas):
                 loss_fn="mse",
                 precision=precision,
                 strategy=mirrored(2) if replicas == 2 else "default",
-                keep_best=1,
+                checkpoints=Checkpoints(keep_best=1),
                 model_dir=tmp_path / make.__name__,
                 seed=0,
                 verbose=False,

@@ -1,6 +1,8 @@
 """The trainer itself: its arguments, and what it can say before it has seen any data."""
 
 import copy
+import dataclasses
+import inspect
 import pickle
 import subprocess
 import sys
@@ -11,7 +13,17 @@ import pytest
 from helpers import Linear, linear_model, slopes
 
 import scaling
-from trainer import Action, Trainer
+from trainer import (
+    Action,
+    Checkpoints,
+    Divergence,
+    Losses,
+    Monitoring,
+    Skips,
+    Trainer,
+    Updates,
+)
+from trainer.base.fields import argument_texts
 
 X = np.ones([8, 1], np.float32)
 
@@ -34,15 +46,12 @@ def test_numbers_of_numpy_train_and_are_saved_as_those_of_python(tmp_path, lengt
             loss_fn="mse",
             precision="mixed_float16",
             num_microbatches=integer(2),
-            ema_momentum=fraction(0.5),
-            global_clipnorm=fraction(2),
-            max_retries=integer(3),
-            on_overflow="retry",
-            max_consecutive_skips=integer(50),
+            updates=Updates(ema_momentum=fraction(0.5), global_clipnorm=fraction(2)),
+            skips=Skips(max_retries=integer(3), on_overflow="retry", max_consecutive=integer(50)),
             steps_per_loop=integer(2),
             log_interval=integer(2),
-            checkpoint_interval=integer(2),
-            actions=[Action(print, every_steps=integer(2))],
+            checkpoints=Checkpoints(interval=integer(2)),
+            callbacks=[Action(print, every_steps=integer(2))],
             seed=integer(3),
             model_dir=folder,
             verbose=False,
@@ -88,13 +97,56 @@ def test_state_is_unavailable_before_any_data(name, ask):
         {"jit_compile": "yes"},
         {"metrics": 1},
         {"num_microbatches": 0},
-        {"global_clipnorm": -1.0},
     ],
 )
 def test_arguments_are_refused_by_the_constructor(arguments):
     """The constructor refuses whatever an argument alone shows to be wrong, by its name."""
     with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
         make(**arguments)
+
+
+GROUPS = [Checkpoints, Losses, Monitoring, Skips, Updates]
+
+
+def test_the_constructor_has_at_most_twenty_arguments():
+    """The rest are fields of groups, which are handed on whole."""
+    arguments = inspect.signature(Trainer).parameters
+
+    assert len(arguments) <= 20
+    assert list(argument_texts(Trainer)) == list(arguments)
+    assert {type(each.default) for each in arguments.values()} >= {*GROUPS}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_is_frozen_and_describes_its_fields(group):
+    """In their order; the defaults pass the checks."""
+    names = [field.name for field in dataclasses.fields(group)]
+
+    assert list(argument_texts(group)) == names
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(group(), names[0], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("keep_best", {"checkpoints": Checkpoints(keep_best=3)}),
+        ("max_records", {"skips": Skips(max_records=5)}),
+        ("profile_steps", {"monitoring": Monitoring(profile_steps=(3, 9))}),
+        ("divergence", {"monitoring": Monitoring(divergence=Divergence(loss_above=9.0))}),
+    ],
+)
+def test_settings_that_need_a_folder(name, arguments):
+    """They would do nothing without `model_dir`, and say nothing."""
+    with pytest.raises(ValueError, match=f"^`{name}` must be left out"):
+        make(**arguments)
+
+
+def test_settings_that_contradict_each_other(tmp_path):
+    """A diverged run goes back to a checkpoint."""
+    divergence = Monitoring(divergence=Divergence(loss_above=9.0))
+    with pytest.raises(ValueError, match="`enabled`"):
+        make(model_dir=tmp_path, checkpoints=Checkpoints(enabled=False), monitoring=divergence)
 
 
 def test_evaluation_precision_is_checked():

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from world.entry import CELLS, FAULT, REFUSED, SHARES, TRAINS
 
-from trainer import Trainer
+from trainer import Losses, Skips, Trainer
 
 # How far a variable's move may be from the plain loop's, relative to the larger of the move's norm
 # and a hundredth of the norm of all moves. In float16: 64 times the distance from 1 to the next
@@ -58,9 +58,8 @@ def trainer_of(entry, cell, strategy):
         "precision": cell.precision,
         "strategy": strategy,
         "num_microbatches": cell.num_microbatches,
-        "loss_reduction": "global" if entry.coupled else "mean",
-        "on_overflow": "retry",
-        "max_retries": 20,
+        "losses": Losses(reduction="global" if entry.coupled else "mean"),
+        "skips": Skips(on_overflow="retry", max_retries=20),
         "jit_compile": False,
         "verbose": False,
         "seed": 1,

@@ -225,23 +225,6 @@ def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
         )
 
 
-def check_keep_count(name: str, count: object, model_dir: object, what: str) -> None:
-    """Raises ValueError unless `count` is 0, or is a positive int and there is a `model_dir`.
-
-    Args:
-        name: the argument's name, for the error.
-        count: how many files to keep.
-        model_dir: the folder in which the files would be kept, or None.
-        what: the plural noun for what is kept, capitalized, for the error.
-    """
-    check_nonnegative(name, count)
-    if count and model_dir is None:
-        raise ValueError(
-            f"`{name}` must be 0 without `model_dir`; got {count}. {what} are saved as files. Pass "
-            "model_dir= as well."
-        )
-
-
 def check_ema_momentum(ema_momentum: Any) -> None:
     """Raises ValueError unless `ema_momentum` is None or strictly between 0 and 1."""
     if ema_momentum is None:

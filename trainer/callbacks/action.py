@@ -89,14 +89,3 @@ class Action:
         """Calls the function and starts a new period."""
         self._last_call = time.monotonic()
         self.call(trainer)
-
-
-def check_actions(actions: object) -> None:
-    """Raises TypeError unless `actions` is a list or tuple of `Action`."""
-    found = actions if isinstance(actions, (list, tuple)) else [actions]
-    for action in found:
-        if found is not actions or not isinstance(action, Action):
-            raise TypeError(
-                f"`actions` must be a list of trainer.Action; got {shown(action)}. An Action says "
-                "what to call and how often. Pass [Action(call, every_steps=100)], for example."
-            )

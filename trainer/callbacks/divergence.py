@@ -31,8 +31,8 @@ class Divergence:
         rise: the run has diverged if the mean loss over the last `window` applied steps exceeds
             `rise` times the lowest such mean so far. A rise from a negative mean is measured in
             multiples of its size: with 3.0, the bound is 3 if the lowest mean is 1, and 1 if it is
-            -1. It must be above 1. Nothing is compared while the lowest mean is 0; use `loss_above`
-            for losses that come near 0. None disables this criterion.
+            -1. It must be greater than 1. Nothing is compared while the lowest mean is 0; use
+            `loss_above` for losses that come near 0. None disables this criterion.
         window: the number of applied steps that each mean covers.
         max_recoveries: the maximum number of rollbacks; the next divergence ends the run.
         skip_data: whether to skip the batches between the checkpoint and the divergence.
@@ -167,18 +167,3 @@ def diverged_error(
         f"Training diverged{times}: {detection.what}. {state} Lower the learning rate, clip "
         "the gradients, or check the data of these steps."
     )
-
-
-def check_divergence(divergence: object, model_dir: object) -> None:
-    """Raises TypeError or ValueError unless `divergence` is None or usable with `model_dir`."""
-    if divergence is not None and not isinstance(divergence, Divergence):
-        raise TypeError(
-            f"`divergence` must be a trainer.Divergence or None; got {shown(divergence)}. A "
-            "Divergence holds the criteria for divergence. Pass Divergence(loss_above=100.0), for "
-            "example."
-        )
-    if divergence is not None and model_dir is None:
-        raise ValueError(
-            "`divergence` must be None without `model_dir`; got a Divergence. A diverged run goes "
-            "back to a checkpoint. Pass model_dir= as well."
-        )

@@ -12,11 +12,11 @@ REFUSED: dict[type, tuple[str, str]] = {
             "The trainer saves and resumes runs itself, with the loss scale and the position in "
             "the data, which it would not"
         ),
-        "Pass model_dir= and checkpoint_interval= to Trainer",
+        "Pass model_dir= and Checkpoints(interval=) to Trainer",
     ),
     keras.callbacks.OrbaxCheckpoint: (
         "It saves the state of a compiled model, and the trainer does not compile",
-        "Pass model_dir= and checkpoint_interval= to Trainer, or use ModelCheckpoint",
+        "Pass model_dir= and Checkpoints(interval=) to Trainer, or use ModelCheckpoint",
     ),
     keras.callbacks.SwapEMAWeights: (
         (
@@ -30,7 +30,7 @@ REFUSED: dict[type, tuple[str, str]] = {
             "A step whose loss or gradient is inf or NaN is skipped, so the logs have no NaN to "
             "terminate on"
         ),
-        'Pass on_nonfinite_loss="raise" to Trainer',
+        'Pass Skips(on_nonfinite_loss="raise") to Trainer',
     ),
     keras.callbacks.CallbackList: (
         "KerasCallbacks makes such a list itself",

@@ -43,19 +43,9 @@ class Profile:
         return ended
 
 
-def check_profile(steps: Any, model_dir: object) -> None:
-    """Raises ValueError unless `profile_steps` is None or usable with `model_dir`."""
-    if steps is None:
-        return
-    are_ints = isinstance(steps, (tuple, list)) and all(type(step) is int for step in steps)
-    if not are_ints or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+def check_profile(name: str, steps: Any) -> None:
+    """Raises ValueError, naming the argument, unless `steps` is a first and a last step."""
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
         raise ValueError(
-            f"`profile_steps` must be the first and the last step to profile; got {shown(steps)}. "
-            "Both must be at least 1, and the last must not come before the first. Pass (101, "
-            "110), for example."
-        )
-    if model_dir is None:
-        raise ValueError(
-            f"`profile_steps` must be None without `model_dir`; got {shown(steps)}. The profile is "
-            "written to that directory. Pass model_dir= as well."
+            f"`{name}` must be the first and the last step to profile; got {shown(steps)}"
         )

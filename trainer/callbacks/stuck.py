@@ -1,7 +1,6 @@
 """Raises an error if a run must not continue; the error says why, and what to try."""
 
 import pathlib
-from typing import Protocol
 
 import numpy as np
 from absl import logging
@@ -10,26 +9,7 @@ import scaling
 from trainer.callbacks.hints import RunFacts, hint_for
 from trainer.log.summary import power_of_two
 from trainer.step.report import StepReport, describe_skip, step_of
-
-
-class SkipLimits(Protocol):
-    """The settings of `config.skip_policy.SkipPolicy` that decide when skipped steps end a run."""
-
-    @property
-    def max_skips(self) -> int:
-        """Number of consecutive skips that ends the run."""
-
-    @property
-    def max_consecutive_skips(self) -> int:
-        """Number of consecutive skips after which the run counts as stuck."""
-
-    @property
-    def on_stuck(self) -> str:
-        """What to do with a stuck run: "raise", "hold" or "float32"."""
-
-    @property
-    def halting_causes(self) -> tuple[scaling.Cause, ...]:
-        """Causes of a skip that end the run at once."""
+from trainer.step.skips import Skips
 
 
 class TrainingStuckError(RuntimeError):
@@ -38,7 +18,7 @@ class TrainingStuckError(RuntimeError):
 
 def check_not_stuck(
     steps: StepReport,
-    skip_policy: SkipLimits,
+    settings: Skips,
     variable_names: list[str],
     record: pathlib.Path | None = None,
     facts: RunFacts = RunFacts(),  # noqa: B008  # immutable
@@ -47,18 +27,18 @@ def check_not_stuck(
 
     Args:
         steps: the latest reports; each field is a NumPy array of shape (steps,).
-        skip_policy: which skipped steps, and how many in a row, end the run.
+        settings: which skipped steps, and how many in a row, end the run.
         variable_names: the names of `model.trainable_variables`.
         record: the folder of the latest recorded overflow, or None.
         facts: what the advice depends on.
     """
     if steps.grads_finite.all():
         return
-    halting = np.isin(steps.cause, [int(cause) for cause in skip_policy.halting_causes])
-    too_many_yet = steps.consecutive_skips >= skip_policy.max_skips
+    halting = np.isin(steps.cause, [int(cause) for cause in settings.halting_causes])
+    too_many_yet = steps.consecutive_skips >= settings.max_skips
     ends = np.flatnonzero(halting | too_many_yet)
     if not ends.size:
-        warn_of_skips(steps, skip_policy, facts)
+        warn_of_skips(steps, settings, facts)
         return
     # Parameter servers have taken further steps by then.
     steps = StepReport(*(field[: ends[0] + 1] for field in steps))
@@ -86,16 +66,16 @@ def check_not_stuck(
     )
 
 
-def warn_of_skips(steps: StepReport, skip_policy: SkipLimits, facts: RunFacts) -> None:
+def warn_of_skips(steps: StepReport, settings: Skips, facts: RunFacts) -> None:
     """Warns if a series of skips begins with a non-finite loss, or a stuck run keeps waiting."""
     starts_row = steps.consecutive_skips == 1
     if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
         hint = hint_for(scaling.Cause.FORWARD, facts)
         logging.warning("A step was skipped, cause forward. %s", hint)
     skips = int(steps.consecutive_skips[-1])
-    if skip_policy.on_stuck == "hold" and skips >= skip_policy.max_consecutive_skips:
+    if settings.on_stuck == "hold" and skips >= settings.max_consecutive:
         logging.warning(
-            "%d steps in a row were skipped; the run ends at %d.", skips, skip_policy.max_skips
+            "%d steps in a row were skipped; the run ends at %d.", skips, settings.max_skips
         )
 
 

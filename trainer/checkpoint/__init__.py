@@ -1,5 +1,5 @@
 """Checkpoints: saves a run and restores it. Begin reading with `saver.py`."""
 
-from trainer.checkpoint.saver import CheckpointError, Checkpoints
+from trainer.checkpoint.saver import CheckpointError, CheckpointSaver
 
-__all__ = ["CheckpointError", "Checkpoints"]
+__all__ = ["CheckpointError", "CheckpointSaver"]

@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
 
-from scaling.base.argument_checks import shown
-from trainer.base.argument_checks import check_choice
 from trainer.checkpoint.folder import Facts
 from trainer.checkpoint.run_facts import Difference, differences
 from trainer.data.fingerprint import first_change
@@ -65,7 +63,7 @@ LOGGED = {
     "on_overflow": "It holds for steps from here on.",
     "max_retries": "It holds for steps from here on.",
     "on_nonfinite_loss": "It holds for steps from here on.",
-    "max_consecutive_skips": "It holds for steps from here on.",
+    "max_consecutive": "It holds for steps from here on.",
     "on_stuck": "It holds for steps from here on.",
     "attribute_causes": "It holds for steps from here on.",
 }
@@ -85,18 +83,6 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def check_allow_changes(names: Sequence[str]) -> None:
-    """Raises TypeError or ValueError unless `names` is a valid `allow_changes`."""
-    if isinstance(names, str | Mapping) or not isinstance(names, Collection):
-        remedy = f"({shown(names)},)" if isinstance(names, str) else '("seed",), for example'
-        raise TypeError(
-            f"`allow_changes` must be a sequence of names; got {shown(names)}. Each name is a "
-            f"setting that may differ from the checkpoint. Pass {remedy}."
-        )
-    for name in names:
-        check_choice("allow_changes", name, tuple(ARGUMENTS))
 
 
 def check_same(saved: Facts, ours: Facts, allowed: Sequence[str], path: pathlib.Path) -> list[str]:

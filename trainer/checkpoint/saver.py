@@ -32,7 +32,7 @@ class CheckpointError(RuntimeError):
     """Raised when a checkpoint cannot be written. Earlier checkpoints are unchanged."""
 
 
-class Checkpoints:
+class CheckpointSaver:
     """Saves and restores the checkpoints of a run; without a `model_dir`, does nothing.
 
     Args:
@@ -290,7 +290,7 @@ class Checkpoints:
         replaced = None not in (found, self.files) and found != self.files
         return not strategies.from_chief(int(replaced), self._strategy)
 
-    def continue_from(self, before: "Checkpoints") -> None:
+    def continue_from(self, before: "CheckpointSaver") -> None:
         """Takes over the newest checkpoint of another object for the same run."""
         before.wait()
         self.latest, self.facts, self.resumed = before.latest, before.facts, before.resumed
@@ -374,10 +374,10 @@ class Checkpoints:
 def has_checkpoints(
     model_dir: pathlib.Path | None, strategy: tf.distribute.Strategy, *, clean_up: bool
 ) -> bool:
-    """Returns whether a run has checkpoints, from one of which `Checkpoints.restore` resumes.
+    """Returns whether a run has checkpoints, from one of which `CheckpointSaver.restore` resumes.
 
     With several workers, every worker must call this function, and the chief's answer counts.
-    For `clean_up`, see `Checkpoints.restore`.
+    For `clean_up`, see `CheckpointSaver.restore`.
     """
     if model_dir is None:
         return False

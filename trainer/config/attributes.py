@@ -5,64 +5,21 @@ middle. What a trainer reads anew in every call of `train` is checked like the a
 name. All other names belong to the user's subclass.
 """
 
-import dataclasses
 from typing import Any
 
-from trainer.callbacks.action import check_actions
-from trainer.callbacks.profiling import check_profile
-from trainer.config.checkpoint_config import CheckpointConfig
-from trainer.config.fields import CHECK
-from trainer.config.groups import (
-    MonitorConfig,
-    OverflowRecordConfig,
-    PrecisionConfig,
-    RunConfig,
-    UpdateConfig,
-)
-from trainer.config.skip_policy import SkipPolicy
-
-GROUPS = (
-    PrecisionConfig,
-    UpdateConfig,
-    RunConfig,
-    CheckpointConfig,
-    SkipPolicy,
-    OverflowRecordConfig,
-    MonitorConfig,
-)
-FIELDS = {field.name: field for group in GROUPS for field in dataclasses.fields(group)}
+from trainer.base.argument_checks import check_count
 
 # Read anew in every call of `train`.
-CHANGEABLE = ("steps_per_loop", "log_interval", "check_gradients", "profile_steps", "actions")
+CHANGEABLE = ("steps_per_loop", "log_interval", "actions")
 
 # Attributes that the constructor makes from arguments, with the names of these. Other arguments
 # that it keeps under their own names, `_settings`, are fixed too.
 FIXED = {
-    "precision": "precision",
     "rule": "loss_scale",
-    "loss_reduction": "loss_reduction",
-    "num_microbatches": "num_microbatches",
-    "clip": "global_clipnorm",
-    "ema_momentum": "ema_momentum",
-    "alternate_optimizers": "alternate_optimizers",
-    "updates_per_step": "updates_per_step",
-    "reduce_dtype": "reduce_dtype",
-    "reduce_bucket_bytes": "reduce_bucket_bytes",
-    "model_dir": "model_dir",
-    "strategy": "strategy",
     "strategy_name": "strategy",
     "is_chief": "strategy",
-    "seed": "seed",
-    "jit_compile": "jit_compile",
     "compile_mode_open": "jit_compile",
-    "skip_policy": "on_overflow",
-    "checkpoint_config": "checkpoint_interval",
-    "max_overflow_records": "max_overflow_records",
-    "max_overflow_bytes": "max_overflow_bytes",
     "style": "verbose",
-    "record_gradients": "record_gradients",
-    "divergence": "divergence",
-    "callbacks": "callbacks",
 }
 
 # Attributes that a trainer computes, with what to do instead of assigning to them.
@@ -73,11 +30,7 @@ COMPUTED = {
 }
 
 # Arguments of which a trainer has no attribute.
-ARGUMENTS_ONLY = {"loss_fn", "loss_weights", "class_weight", *FIELDS} - {
-    *FIXED,
-    *CHANGEABLE,
-    *COMPUTED,
-}
+ARGUMENTS_ONLY = {"loss_fn", "verbose"}
 
 RENAME = "If this is an attribute of your own subclass, give it another name."
 
@@ -115,7 +68,8 @@ def check_assignment(trainer: Any, name: str, value: object, base: type) -> None
     if "_started" not in vars(trainer):
         return
     if name in CHANGEABLE:
-        check_changeable(name, value, trainer)
+        if name != "actions":
+            check_count(name, value)
     elif remedy := remedy_for(trainer, name, value, base):
         shown = repr(value)
         raise AttributeError(
@@ -141,16 +95,6 @@ def remedy_for(trainer: Any, name: str, value: object, base: type) -> str | None
         constructors = [getattr(each, "__init__") for each in (kind, base)]  # noqa: B009  # for mypy
         return f"Pass {name}= to a new trainer." if len({*constructors}) == 1 else None
     return None
-
-
-def check_changeable(name: str, value: Any, trainer: Any) -> None:
-    """Raises TypeError or ValueError unless a setting that may change accepts a value."""
-    if name == "actions":
-        check_actions(value)
-    elif name == "profile_steps":
-        check_profile(value, trainer.model_dir)
-    else:
-        FIELDS[name].metadata[CHECK](name, value)
 
 
 def is_equal(one: object, other: object) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from scaling.base.argument_checks import shown
+from trainer.callbacks.action import Action
 from trainer.callbacks.callback import Callback
 
 # The hooks of `Task` with the arguments that the trainer passes.
@@ -53,26 +54,17 @@ def check_hooks(cls: type) -> None:
 
 
 def check_callbacks(name: str, callbacks: Any) -> None:
-    """Raises TypeError unless `callbacks` is a list or tuple of `Callback` with known hooks."""
-    found = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    for callback in found:
+    """Raises TypeError unless `callbacks` holds `Callback` and `Action` alone, with known hooks."""
+    for callback in callbacks:
         if isinstance(callback, keras.callbacks.Callback):
             raise TypeError(
-                f"`{name}` must be a list of trainer.Callback; got a {type(callback).__name__}, "
-                "which is a callback of Keras. It expects the calls and the logs of fit. Use "
-                f"{name}=[KerasCallbacks([...])] from trainer.callbacks, which gives it both."
+                f"`{name}` must hold trainer.Callback and trainer.Action; wrap "
+                f"{type(callback).__name__} in trainer.callbacks.KerasCallbacks"
             )
-        if found is not callbacks or not isinstance(callback, Callback):
+        if not isinstance(callback, Callback | Action):
             raise TypeError(
-                f"`{name}` must be a list of trainer.Callback; got {shown(callback)}. A callback "
-                "has hooks such as on_log(step, values). Pass objects whose class derives "
-                "from it; to call a function every few steps, pass "
-                "actions=[Action(call, every_steps=100)]."
+                f"`{name}` must hold trainer.Callback and trainer.Action; got {shown(callback)}"
             )
         check_hooks(type(callback))
-    if len({id(callback) for callback in found}) < len(found):
-        raise ValueError(
-            f"`{name}` must not hold a callback twice; got "
-            f"{', '.join(type(callback).__name__ for callback in found)}. Each hook would be "
-            "called twice. Leave one of them out."
-        )
+    if len({id(callback) for callback in callbacks}) < len(callbacks):
+        raise ValueError(f"`{name}` must not hold a callback twice; got {shown(callbacks)}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import numbers
+import pathlib
 from collections.abc import Iterator
 from typing import Any, TypeAlias, cast
 
@@ -12,6 +13,7 @@ from absl import logging
 import scaling
 import strategies
 from scaling.base.argument_checks import did_you_mean, shown
+from trainer.base.argument_checks import check_checkpoint_path, local_path
 from trainer.losses.loss_fn import check_loss_fn
 from trainer.losses.output_losses import is_several, resolve_output_losses
 
@@ -29,6 +31,14 @@ def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.St
         strategies.check_devices(strategy)
         return strategy
     return strategies.create(strategy)
+
+
+def resolve_folder(model_dir: str | pathlib.Path | None) -> pathlib.Path | None:
+    """Returns `model_dir` as an absolute path, which does not follow the working directory."""
+    if model_dir is None:
+        return None
+    check_checkpoint_path("model_dir", model_dir, "runs/digits")
+    return local_path(model_dir).absolute()
 
 
 def resolve_precision(name: str | None) -> scaling.Precision:
@@ -75,7 +85,7 @@ def resolve_rule(
     return cast("scaling.LossScaleRule", loss_scale)
 
 
-def resolve_loss(loss_fn: Any, loss_reduction: str = "mean", loss_weights: Any = None) -> Any:
+def resolve_loss(loss_fn: Any, reduction: str = "mean", loss_weights: Any = None) -> Any:
     """Returns the Keras loss with the given name; returns a loss object or function unchanged.
 
     A dict or a list of losses becomes an `OutputLosses`, with `loss_weights`.
@@ -86,7 +96,7 @@ def resolve_loss(loss_fn: Any, loss_reduction: str = "mean", loss_weights: Any =
         TypeError: for a class instead of an object.
     """
     if is_several(loss_fn):
-        return resolve_output_losses(loss_fn, loss_weights, loss_reduction, resolve_loss)
+        return resolve_output_losses(loss_fn, loss_weights, reduction, resolve_loss)
     if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
         raise TypeError(
             f"`loss_fn` must be an instance of a loss; got the class {loss_fn.__name__}. Calling "
@@ -101,7 +111,7 @@ def resolve_loss(loss_fn: Any, loss_reduction: str = "mean", loss_weights: Any =
             f"no loss of that name. {did_you_mean(loss_fn, known, 'Use for example mse.')}"
         ) from error
     if found is not None:
-        check_loss_fn(found, loss_reduction)
+        check_loss_fn(found, reduction)
     return found
 
 
@@ -151,24 +161,19 @@ def warn_of_other_policy(precision: scaling.Precision) -> None:
         )
 
 
-def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError if overflows are to be recorded in a run with several processes."""
-    if max_overflow_records and strategies.capabilities(strategy).several_processes:
-        raise ValueError(
-            f"`max_overflow_records` must be 0 with several workers; got {max_overflow_records}. A "
-            "record holds every replica's variables, and no worker has those of another. Leave "
-            "the argument out, or reproduce the overflow on one machine with num_microbatches=."
-        )
+def check_recordable(max_records: int, strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError if overflows are to be recorded in a run with several processes.
+
+    A record holds every replica's variables, and no process has those of another.
+    """
+    if max_records and strategies.capabilities(strategy).several_processes:
+        raise ValueError(f"`max_records` must be 0 with several processes; got {max_records}")
 
 
-def check_async_checkpoint(async_checkpoint: bool, strategy: tf.distribute.Strategy) -> None:
+def check_background(background: bool, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError if checkpoints are to be copied to memory that servers do not share."""
-    if async_checkpoint and strategies.is_asynchronous(strategy):
-        raise ValueError(
-            "`async_checkpoint` must be False with parameter servers; got True. Each server would "
-            "write its variables to the memory of its own process, where the chief cannot read "
-            "them. Leave the argument out."
-        )
+    if background and strategies.is_asynchronous(strategy):
+        raise ValueError("`background` must be False with parameter servers; got True")
 
 
 def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:

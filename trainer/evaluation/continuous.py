@@ -38,7 +38,7 @@ Results = dict[str, float]
 class Calls(NamedTuple):
     """What a trainer does for its `ContinuousEvaluation`."""
 
-    restore: Callable[[pathlib.Path], bool]  # see `Checkpoints.restore_live`
+    restore: Callable[[pathlib.Path], bool]  # see `CheckpointSaver.restore_live`
     evaluate: Callable[[], Results | None]  # returns None if the evaluation was stopped
     stopped: Callable[[], bool]
     done: Callable[[int, Results], None]  # called with the step and results of each evaluation

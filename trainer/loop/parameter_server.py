@@ -111,8 +111,8 @@ class RemoteSteps:
         """Waits for the first step that is scheduled, and judges whether the run may go on."""
         report = self._scheduled.popleft().fetch()
         self._skips = 0 if report.grads_finite else self._skips + 1
-        self._halted |= self._skips >= self._plan.max_skips
-        self._halted |= scaling.Cause(int(report.cause)) in self._plan.halting_causes
+        self._halted |= self._skips >= self._plan.skips.max_skips
+        self._halted |= scaling.Cause(int(report.cause)) in self._plan.skips.halting_causes
         self._reports.append(report._replace(consecutive_skips=np.int64(self._skips)))
 
     def _forget(self) -> None:

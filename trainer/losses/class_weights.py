@@ -15,14 +15,14 @@ FORM = "Pass {0: 1.0, 1: 5.0}, for example."
 
 
 def check_class_weight(
-    class_weight: object, loss_fn: object, loss_reduction: str, *, overridden: bool
+    class_weight: object, loss_fn: object, reduction: str, *, overridden: bool
 ) -> None:
     """Raises TypeError or ValueError unless `class_weight` is None or can be used.
 
     Args:
         class_weight: the argument of `Trainer`.
         loss_fn: the argument of `Trainer`, or None.
-        loss_reduction: must be "mean".
+        reduction: must be "mean".
         overridden: whether a subclass overrides `compute_loss`.
     """
     if class_weight is None:
@@ -40,7 +40,7 @@ def check_class_weight(
                 "`class_weight` must map class numbers from 0 to finite weights; got "
                 f"{shown(label)}: {weight!r}. {FORM}"
             )
-    if overridden or loss_fn is None or is_several(loss_fn) or loss_reduction != "mean":
+    if overridden or loss_fn is None or is_several(loss_fn) or reduction != "mean":
         raise ValueError(
             "`class_weight` must be None unless one loss_fn compares the labels with one output; "
             f"got {shown(dict(class_weight))}. Otherwise it is not known which labels are classes. "

@@ -28,14 +28,14 @@ COUPLED = (
 )
 
 
-def check_loss_fn(loss_fn: LossFunction, loss_reduction: str = "mean") -> None:
+def check_loss_fn(loss_fn: LossFunction, reduction: str = "mean") -> None:
     """Raises ValueError for a loss that cannot be split into examples; warns about `None`.
 
     Args:
         loss_fn: a Keras loss or a function.
-        loss_reduction: "mean", or "global" for a loss that need not be split.
+        reduction: "mean", or "global" for a loss that need not be split.
     """
-    if isinstance(loss_reduction, str) and loss_reduction == "global":
+    if isinstance(reduction, str) and reduction == "global":
         if isinstance(loss_fn, keras.losses.Loss):
             check_reduction(loss_fn)
         return
@@ -43,7 +43,7 @@ def check_loss_fn(loss_fn: LossFunction, loss_reduction: str = "mean") -> None:
     if isinstance(loss_fn, keras.losses.Circle) or loss_fn is keras.losses.circle:
         raise ValueError(
             f"{PER_EXAMPLE} {name}, which compares the examples of a batch with each other. "
-            f'{COUPLED} Pass loss_reduction="global", which computes the loss on the whole batch.'
+            f'{COUPLED} Pass Losses(reduction="global"): the loss of the whole batch.'
         )
     check_axis(loss_fn)
     if isinstance(loss_fn, keras.losses.Loss):
@@ -67,7 +67,7 @@ def check_axis(loss_fn: LossFunction, rank: int | None = None) -> None:
         raise ValueError(
             f"{PER_EXAMPLE} {name_of(loss_fn)} with axis={axis!r}, which includes the examples. "
             f"{COUPLED} Pass a loss with the other dimensions as its axis, for example "
-            'keras.losses.Dice(axis=(1, 2, 3)) for images; or loss_reduction="global", which '
+            'keras.losses.Dice(axis=(1, 2, 3)) for images; or Losses(reduction="global"), which '
             "computes the loss on the whole batch."
         )
 
@@ -269,7 +269,7 @@ def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor
         raise ValueError(
             f"{PER_EXAMPLE} {name_of(loss_fn)}, which returned shape {losses.shape}. A mean over "
             "this replica's share would not add up to the mean over the global batch. Leave out "
-            'the mean or sum over the first dimension; or pass loss_reduction="global" if the loss '
+            'the mean or sum over the first dimension; or pass Losses(reduction="global") if it '
             "compares the examples with each other."
         )
     if mask is not None and ignore_class_of(loss_fn) is None:

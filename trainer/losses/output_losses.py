@@ -13,7 +13,6 @@ from trainer.losses.loss_fn import LossFunction, example_losses, ignore_class_of
 from trainer.losses.loss_shapes import name_of
 
 Key: TypeAlias = str | int  # the name of an output in a dict, or its place in a list
-OutputWeights: TypeAlias = Mapping[str, float] | Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,22 +158,22 @@ def is_several(loss_fn: object) -> bool:
 
 
 def resolve_output_losses(
-    loss_fn: Any, loss_weights: Any, loss_reduction: str, resolve: Callable[[Any], Any]
+    loss_fn: Any, loss_weights: Any, reduction: str, resolve: Callable[[Any], Any]
 ) -> OutputLosses:
     """Returns the losses of several outputs as one function.
 
     Args:
         loss_fn: the losses, in a dict or a list; None for an output without one.
         loss_weights: a dict or a list of factors, or None for 1.
-        loss_reduction: must be "mean".
+        reduction: must be "mean".
         resolve: turns the argument for one output into a loss.
 
     Raises:
         TypeError, ValueError: for losses or weights that cannot be used.
     """
-    if loss_reduction != "mean":
+    if reduction != "mean":
         raise ValueError(
-            f"`loss_fn` must be one loss with loss_reduction={loss_reduction!r}; got "
+            f"`loss_fn` must be one loss with reduction={reduction!r}; got "
             f"{structure_of(loss_fn)}. Several losses are added up for each example. Pass a "
             "function of (y_true, y_pred), or override compute_loss."
         )
@@ -210,14 +209,14 @@ def weights_by_key(
         given = dict(enumerate(loss_weights)) if fits else {}
     if not fits:
         raise ValueError(
-            f"`loss_weights` must have the structure of `loss_fn`; got {shown(loss_weights)} for "
+            f"`weights` must have the structure of `loss_fn`; got {shown(loss_weights)} for "
             f"{structure_of(loss_fn)}. Each weight multiplies one loss. Pass a weight for each "
             "loss; in a dict, those that are left out are 1."
         )
     for key, weight in given.items():
         if not is_number(weight) or not math.isfinite(weight):
             raise ValueError(
-                f"`loss_weights` must hold finite numbers; got {shown(weight)} for {key!r}. Each "
+                f"`weights` must hold finite numbers; got {shown(weight)} for {key!r}. Each "
                 "weight multiplies one loss. Pass 1.0 for a loss that is to stay as it is."
             )
     return {key: float(given.get(key, 1.0)) for key in losses}
@@ -228,7 +227,7 @@ def check_loss_weights(loss_fn: object, loss_weights: object) -> None:
     if loss_weights is not None and not is_several(loss_fn):
         found = name_of(loss_fn) if callable(loss_fn) else repr(loss_fn)
         raise ValueError(
-            f"`loss_weights` must be None unless `loss_fn` has a loss for each output; got "
+            f"`weights` must be None unless `loss_fn` has a loss for each output; got "
             f"{shown(loss_weights)} with loss_fn={found}. Each weight multiplies one output's "
             "loss. "
             'Pass loss_fn={"a": "mse", "b": "mae"}, for example.'

@@ -99,7 +99,7 @@ class FlightRecorder:
             self.latest = None
             logging.warning(
                 "The overflow at step %d was not recorded: it needs %d bytes, and "
-                "max_overflow_bytes is %d.",
+                "max_record_bytes is %d.",
                 record.step,
                 size,
                 self._max_bytes,

@@ -68,12 +68,19 @@ def rerun_step(
     """
     variables = recorded_variables(plan)
     write_state(variables, state, plan.strategy)
-    once = dataclasses.replace(plan, max_retries=0, float32_after=0 if record.in_float32 else None)
+    skips = dataclasses.replace(
+        plan.skips,
+        on_overflow="skip",
+        on_stuck="float32" if record.in_float32 else "raise",
+        max_consecutive=1,
+    )
+    once = dataclasses.replace(plan, skips=skips)
     with plan.strategy.scope():
         run = TrainState(plan.rule, record.random_seed)
     # Set the number of steps attempted before this one, because random numbers depend on it.
     before = tf.one_hot(scaling.Cause.NONE, len(scaling.Cause), dtype=tf.int64) * (record.step - 1)
     run.outcomes.assign(before)
+    run.consecutive_skips.assign(1)  # after which a step is computed in float32, if it was then
     at_scale = plan.rule.initial_state()._replace(loss_scale=tf.constant(record.loss_scale))
     run.loss_scaler.assign(at_scale)
     report = tf.function(lambda iterator: attempt_step(next(iterator), once, run))(iter(dataset))

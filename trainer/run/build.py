@@ -1,5 +1,6 @@
 """Builds the parts of a trainer, checks them, and restores a checkpoint."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from scaling.rules.named import format_rule
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
 from trainer.base.describe import text_of_rule
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import CheckpointSaver
 from trainer.checkpoint.compatibility import versions, warn_about_model
 from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.folder import Facts
@@ -99,7 +100,6 @@ def build(
     """
     model, strategy = trainer.model, trainer.strategy
     check_model(model, trainer.precision)
-    trainer.skip_policy.check_model(model)
     with strategy.scope():
         build_model(trainer, batch, forward)
         # Before the optimizer is built: some optimizers copy the weights when they are built.
@@ -143,7 +143,7 @@ def build(
     )
 
 
-def give_saved_slots(trainer: RunnableTrainer, checkpoints: Checkpoints) -> bool:
+def give_saved_slots(trainer: RunnableTrainer, checkpoints: CheckpointSaver) -> bool:
     """Gives the optimizers slots for all variables for which the newest checkpoint has some.
 
     A run whose layers were unfrozen between two calls begins frozen when its program is started
@@ -166,13 +166,13 @@ def load_initial_weights(trainer: RunnableTrainer, *, clean_up: bool) -> None:
 
     Args:
         trainer: the trainer.
-        clean_up: as for `Checkpoints.restore`.
+        clean_up: as for `CheckpointSaver.restore`.
 
     Raises:
         ValueError: if there are no weights there, if they do not fit the model, or if an optimizer
             already holds copies of other weights.
     """
-    init_from = trainer.checkpoint_config.init_from
+    init_from = trainer.checkpoints.init_from
     if not init_from or has_checkpoints(
         checkpoint_folder(trainer), trainer.strategy, clean_up=clean_up
     ):
@@ -185,7 +185,7 @@ def load_initial_weights(trainer: RunnableTrainer, *, clean_up: bool) -> None:
                 "first update would bring the old weights back. Do not call the optimizer's "
                 "build(): the trainer calls it after it has loaded the weights."
             )
-    skip = trainer.checkpoint_config.init_from_skip
+    skip = trainer.checkpoints.init_from_skip
     warm_start(local_path(init_from), trainer.model, skip)
 
 
@@ -205,7 +205,7 @@ def parts_of_plan(
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
     step: Callable[[Any], StepReport] = of_one_attempt(trainer.train_step)
-    if trainer.check_data:
+    if trainer.monitoring.check_data:
         step = checked(step, trainer.example_weights, trainer.label_ranges)
     loop, pending = make_loop(trainer, step, plan, state, stop)
     generators = generators_in({"model": trainer.model} | roots_of(trainer))
@@ -225,7 +225,7 @@ def parts_of_plan(
         ),
         "evaluator": Evaluator(trainer, plan, trainer.eval_step, state, stop, generators),
         "recorder": make_recorder(trainer, plan, state)
-        if trainer.max_overflow_records and plan.groups
+        if trainer.skips.max_records and plan.groups
         else None,
     }
 
@@ -251,7 +251,7 @@ def make_loop(
         state.halted,
         lambda: strategies.any_worker(stop.read_value(), strategy),
         pending,
-        keep_overflows=trainer.max_overflow_records > 0,
+        keep_overflows=trainer.skips.max_records > 0,
     )
     traced: RunSteps = tf.function(loop, autograph=False)  # see `base.autograph`
     return traced, pending
@@ -326,7 +326,7 @@ def call_without_effect(
 
 def checkpoint_folder(trainer: RunnableTrainer) -> pathlib.Path | None:
     """Returns the folder of a trainer's checkpoints; None if it writes none."""
-    return trainer.checkpoint_config.folder_in(trainer.model_dir)
+    return trainer.checkpoints.folder_in(trainer.model_dir)
 
 
 def make_checkpoints(
@@ -334,7 +334,7 @@ def make_checkpoints(
     state: TrainState,
     metrics: MetricsByName,
     folder: pathlib.Path | None,
-) -> Checkpoints:
+) -> CheckpointSaver:
     """Returns the checkpoints of a run, which hold all variables of its trainer."""
     model, known = trainer.model, optimizers_of(trainer)
     optimizers = known if can_train(trainer) else {}
@@ -349,14 +349,14 @@ def make_checkpoints(
     contents = Contents(items | {"trainer": others}, state.loss_scaler, metrics, trainer.strategy)
     variables = {"model": weights_of(model)}
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
-    return Checkpoints(
+    return CheckpointSaver(
         folder,
-        trainer.checkpoint_config.max_to_keep,
+        trainer.checkpoints.max_to_keep,
         contents,
         variables,
         trainer.rule,
         trainer.strategy,
-        asynchronous=trainer.checkpoint_config.async_checkpoint,
+        asynchronous=trainer.checkpoints.background,
     )
 
 
@@ -438,7 +438,9 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
         slots: the slots of its optimizers, which were built, and told of the moving average, by
             another plan; None if this is the first one.
     """
-    skip_policy = trainer.skip_policy
+    # An optimizer is told of the moving average once.
+    updates = trainer.updates
+    updates = updates if slots is None else dataclasses.replace(updates, ema_momentum=None)
     without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
     if without_xla and trainer.jit_compile in WITH_PASSES:
         warn_of_plain_step(listed_layers(without_xla), where_xla_is_needed(trainer))
@@ -452,34 +454,25 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
         rule=trainer.rule,
         example_weights=weights_function(trainer),
         update_metrics=trainer.update_metrics,
-        alternate=trainer.alternate_optimizers,
-        updates_per_step=trainer.updates_per_step,
         num_microbatches=trainer.num_microbatches,
-        clip=trainer.clip,
-        ema_momentum=trainer.ema_momentum if slots is None else None,
+        updates=updates,
+        skips=trainer.skips,
         jit_compile=trainer.jit_compile,
-        record_gradients=trainer.record_gradients,
-        max_retries=skip_policy.retries,
-        attribute_causes=skip_policy.attribute_causes,
-        halting_causes=skip_policy.halting_causes,
-        max_skips=skip_policy.max_skips,
-        float32_after=skip_policy.float32_after,
+        record_gradients=trainer.monitoring.record_gradients,
         others=list(roots_of(trainer).values()),
         missed=missed_by_trained(slots or {}),
-        loss_reduction=trainer.loss_reduction,
-        reduce_dtype=trainer.reduce_dtype,
-        reduce_bucket_bytes=trainer.reduce_bucket_bytes,
+        reduction=trainer.losses.reduction,
     )
 
 
 def gathers(trainer: RunnableTrainer) -> bool:
     """Returns whether replicas exchange rows in a trainer's loss."""
-    return trainer.loss_reduction == "global" and trainer.strategy.num_replicas_in_sync > 1
+    return trainer.losses.reduction == "global" and trainer.strategy.num_replicas_in_sync > 1
 
 
 def weights_function(trainer: RunnableTrainer) -> Callable[[Batch], tf.Tensor] | None:
     """Returns a trainer's `example_weights`; None if it is the default one, for a global loss."""
-    unused = trainer.loss_reduction == "global" and not trainer.weights_overridden
+    unused = trainer.losses.reduction == "global" and not trainer.weights_overridden
     return None if unused else trainer.example_weights
 
 
@@ -490,7 +483,7 @@ def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
     jit_compile = trainer.jit_compile
     if layers_without_xla(trainer.model) or (trainer.compile_mode_open and gathers(trainer)):
         jit_compile = False
-    if trainer.loss_reduction == "global":
+    if trainer.losses.reduction == "global":
         check_no_weights(weights_function(trainer))
     if gathers(trainer):
         check_gathers(trainer.strategy, jit_compile, float32_after=None)
@@ -504,18 +497,14 @@ def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
         example_weights=trainer.example_weights,
         update_metrics=trainer.update_metrics,
         num_microbatches=1,
-        clip=trainer.clip,
+        updates=trainer.updates,
+        skips=trainer.skips,
         jit_compile=jit_compile,
         record_gradients=False,
-        max_retries=0,
-        attribute_causes=True,
-        halting_causes=(),
-        max_skips=1,
-        float32_after=None,
         seeds=tuple(seed_states(trainer.model, others)),
         held_back=tuple(held_back_variables(trainer.model, others)),
         undo=(),
-        loss_reduction=trainer.loss_reduction,
+        reduction=trainer.losses.reduction,
     )
 
 
@@ -523,8 +512,8 @@ def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -
     """Returns a flight recorder for a trainer that has a `model_dir`."""
     return FlightRecorder(
         pathlib.Path(trainer.model_dir or "") / "overflows",
-        trainer.max_overflow_records,
-        trainer.max_overflow_bytes,
+        trainer.skips.max_records,
+        trainer.skips.max_record_bytes,
         recorded_variables(plan),
         trainer.strategy,
         state.random_seed,
@@ -548,10 +537,10 @@ def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:
         "precision": trainer.precision.name,
         "jit_compile": trainer.jit_compile,
         "num_microbatches": trainer.num_microbatches,
-        "alternate_optimizers": trainer.alternate_optimizers,
-        "updates_per_step": dict(trainer.updates_per_step),
-        "reduce_dtype": trainer.reduce_dtype,
-        "reduce_bucket_bytes": trainer.reduce_bucket_bytes,
+        "alternate_optimizers": trainer.updates.alternate_optimizers,
+        "updates_per_step": trainer.updates.updates_per_step,
+        "reduce_dtype": trainer.updates.reduce_dtype,
+        "reduce_bucket_bytes": trainer.updates.reduce_bucket_bytes,
         "loss_scale": format_rule(trainer.rule),
         "rule": text_of_rule(trainer.rule),
         "num_replicas": trainer.strategy.num_replicas_in_sync,

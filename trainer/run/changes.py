@@ -271,7 +271,7 @@ def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts
     Args:
         trainer: a trainer that has started, and has no steps of its own.
         parts: its parts.
-        clean_up: as for `Checkpoints.restore`.
+        clean_up: as for `CheckpointSaver.restore`.
 
     Returns:
         The parts: new ones if the checkpoint holds slots of variables that were unfrozen.

@@ -39,7 +39,7 @@ def calls_of(
     """
     check_writable(model_dir / FOLDER)
     console = RunConsole(trainer.style)
-    config = trainer.checkpoint_config
+    config = trainer.checkpoints
     best = None
     if config.keep_best:
         best = Best(model_dir / FOLDER, config.keep_best, config.best_metric, config.best_is)

@@ -38,7 +38,8 @@ def identity_of(
         metrics: its training metrics.
     """
     facts = optimizer_facts(all_optimizers(optimizers))
-    if trainer.ema_momentum is not None:  # recorded apart; the trainer sets it in the optimizers
+    # It is recorded apart; the trainer sets it in the optimizers.
+    if trainer.updates.ema_momentum is not None:
         for each in facts.values():
             each.pop("ema_momentum", None)
     return {
@@ -46,12 +47,12 @@ def identity_of(
         "model": model_facts(trainer.model, trainer.precision.policy),
         "optimizer": facts,
         "loss": loss_of(trainer),
-        "global_clipnorm": trainer.clip.global_clipnorm,
-        "clipnorm": trainer.clip.clipnorm,
-        "clipvalue": trainer.clip.clipvalue,
-        "ema_momentum": trainer.ema_momentum,
-        "alternate_optimizers": trainer.alternate_optimizers,
-        "updates_per_step": {k: n for k, n in trainer.updates_per_step.items() if n > 1},
+        "global_clipnorm": trainer.updates.global_clipnorm,
+        "clipnorm": trainer.updates.clipnorm,
+        "clipvalue": trainer.updates.clipvalue,
+        "ema_momentum": trainer.updates.ema_momentum,
+        "alternate_optimizers": trainer.updates.alternate_optimizers,
+        "updates_per_step": {k: n for k, n in trainer.updates.updates_per_step.items() if n > 1},
         "metrics": describe(metrics),
         **settings_for_skips(trainer),
         **settings_for_sums(trainer),
@@ -80,8 +81,8 @@ def loss_of(trainer: RunnableTrainer) -> Facts:
     facts = loss_facts(getattr(trainer, "_loss_fn", None), methods)
     if class_weight := getattr(trainer, "_class_weight", None):  # older records do not have it
         facts = facts | {"class_weight": {str(key): class_weight[key] for key in class_weight}}
-    if trainer.loss_reduction != "mean":  # older records do not have it
-        facts = facts | {"reduction": trainer.loss_reduction}
+    if trainer.losses.reduction != "mean":  # older records do not have it
+        facts = facts | {"reduction": trainer.losses.reduction}
     return facts
 
 
@@ -111,19 +112,19 @@ def settings_for_sums(trainer: RunnableTrainer) -> dict[str, Any]:
     if trainer.strategy.num_replicas_in_sync == 1:
         return {}
     return {
-        "reduce_dtype": trainer.reduce_dtype or "float32",
-        "reduce_bucket_bytes": trainer.reduce_bucket_bytes or 0,
+        "reduce_dtype": trainer.updates.reduce_dtype or "float32",
+        "reduce_bucket_bytes": trainer.updates.reduce_bucket_bytes or 0,
     }
 
 
 def settings_for_skips(trainer: RunnableTrainer) -> dict[str, Any]:
     """Returns the settings that only matter for steps that are skipped."""
-    policy = trainer.skip_policy
+    policy = trainer.skips
     return {
         "on_overflow": policy.on_overflow,
         "max_retries": policy.max_retries,
         "on_nonfinite_loss": policy.on_nonfinite_loss,
-        "max_consecutive_skips": policy.max_consecutive_skips,
+        "max_consecutive": policy.max_consecutive,
         "on_stuck": policy.on_stuck,
         "attribute_causes": policy.attribute_causes,
     }

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from trainer.base.folder_lock import only_writer
 from trainer.callbacks.divergence import LossWatch
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import CheckpointSaver
 from trainer.config.resolve import check_one_process
 from trainer.data.errors import found_in, wrong_values
 from trainer.data.iterator_state import DataPosition
@@ -38,7 +38,7 @@ def check_online(trainer: RunnableTrainer) -> None:
         )
 
 
-def check_no_place_is_lost(checkpoints: Checkpoints, data_resume: str | None) -> None:
+def check_no_place_is_lost(checkpoints: CheckpointSaver, data_resume: str | None) -> None:
     """Raises ValueError if a run is resumed whose place in the data of `train` nobody would keep.
 
     Args:
@@ -65,7 +65,7 @@ class BatchResult(NamedTuple):
     # NumPy arrays with one row per example, computed before the update. If the step was attempted
     # again, they are of the last attempt.
     losses: Any = None  # float32, not weighted; with several optimizers, a dict of arrays by name;
-    # None with loss_reduction="global"
+    # None with reduction="global"
     aux: Any = None  # what `compute_loss` returned along with the losses; the outputs, by default
 
 

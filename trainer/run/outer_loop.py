@@ -21,7 +21,7 @@ import strategies
 from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitored import check_monitored
 from trainer.callbacks.profiling import Profile
-from trainer.checkpoint import CheckpointError, Checkpoints
+from trainer.checkpoint import CheckpointError, CheckpointSaver
 from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
 from trainer.data.fingerprint import text_of
@@ -104,11 +104,11 @@ class OuterLoop:
         self._reporter = Reporter(trainer, parts, log, watch, request.target, self._call_user)
         self._watch, self._recovery = watch, None
         self._went_on_at: int | None = None  # where this call went on after another one
-        if watch and trainer.divergence:
-            self._recovery = Recovery(trainer, parts, position, log, watch, trainer.divergence)
+        if watch and (divergence := trainer.monitoring.divergence):
+            self._recovery = Recovery(trainer, parts, position, log, watch, divergence)
         self._profile = None
-        if trainer.profile_steps:
-            first, last = trainer.profile_steps
+        if trainer.monitoring.profile_steps:
+            first, last = trainer.monitoring.profile_steps
             self._profile = Profile((first, last), trainer.model_dir if trainer.is_chief else None)
         self._best = BestModels(trainer, parts.checkpoints, log, request)
         # The length of an epoch, if somebody waits for its end.
@@ -203,7 +203,7 @@ class OuterLoop:
         self._check_graph()
         if self._request.trace_evaluation:
             self._request.trace_evaluation()
-        if first and self._trainer.check_gradients:
+        if first and self._trainer.monitoring.check_gradients:
             state = self._parts.state.loss_scaler.state
             check_gradients(self._parts.plan, self._position.data.first, state)
 
@@ -215,13 +215,13 @@ class OuterLoop:
 
     def _settings(self) -> dict[str, Any]:
         """Returns the settings of the run, for the log and the trackers, as JSON types."""
-        config = self._trainer.checkpoint_config
+        config = self._trainer.checkpoints
         best = {"best_metric": config.best_metric, "best_is": config.best_is}
         identity = self._saver.identity()
         made_of = {name: identity["identity"][name] for name in RECORDED}
         if [*made_of["optimizer"]] == ["optimizer"]:  # a single one
             made_of["optimizer"] = made_of["optimizer"]["optimizer"]
-        policy = {"on_overflow": self._trainer.skip_policy.on_overflow}
+        policy = {"on_overflow": self._trainer.skips.on_overflow}
         settings = self._saver.facts() | best | policy | made_of
         if "content" in identity:
             # In words, because people read this; what is compared stands in run.json.
@@ -342,7 +342,7 @@ class OuterLoop:
         """
         totals, checkpoints = Totals.from_state(self._parts.state), self._parts.checkpoints
         sizes, snapshot = checkpoints.bytes, self._log.history.snapshot()
-        config = self._trainer.checkpoint_config
+        config = self._trainer.checkpoints
         summary = TrainSummary(
             step=self._step,
             steps_run=self._step - self._start,
@@ -432,7 +432,7 @@ class OuterLoop:
         """Returns the step at which the next inner loop ends."""
         trainer = self._trainer
         intervals = [
-            trainer.checkpoint_config.checkpoint_interval,
+            trainer.checkpoints.interval,
             *(action.every_steps for action in trainer.actions),
         ]
         of_epochs = [self._epoch]
@@ -468,7 +468,7 @@ class OuterLoop:
         last = step == self._request.target
         log_now = last or self._crossed(self._log_interval, before)
         evaluate_now = last or self._crossed(self._eval_interval, before)
-        interval = trainer.checkpoint_config.checkpoint_interval
+        interval = trainer.checkpoints.interval
         save_now = last or crossed(interval, before, step) or self._saver.is_late()
         due = any(action.is_due(before, step) for action in trainer.actions)
         read_now = any(callback.wants_reports for callback in trainer.callbacks)
@@ -482,7 +482,7 @@ class OuterLoop:
             self._call_user(self._reporter.write)
         if evaluate_now:
             self._evaluate()
-        saved = trainer.checkpoint_config.folder_in(trainer.model_dir) is not None
+        saved = trainer.checkpoints.folder_in(trainer.model_dir) is not None
         if not (self._saver.evaluation_due and saved):
             self._after_evaluation(before)
         # Otherwise it was stopped: the next call evaluates again, and does what comes after it.
@@ -591,17 +591,17 @@ class BestModels:
     def __init__(
         self,
         trainer: RunnableTrainer,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointSaver,
         log: RunLog,
         request: TrainRequest,
     ) -> None:
         """Stores the settings. Only the chief keeps models, and only if `keep_best` is set."""
-        config, folder = trainer.checkpoint_config, trainer.model_dir
+        config, folder = trainer.checkpoints, trainer.model_dir
         self._checkpoints = checkpoints
         self._log = log
         self._export = request.export
         self._folder = folder
-        self._may_roll_back = trainer.divergence is not None
+        self._may_roll_back = trainer.monitoring.divergence is not None
         self._best = None
         if config.keep_best and folder and trainer.is_chief:
             self._best = Best(folder, config.keep_best, config.best_metric, config.best_is)

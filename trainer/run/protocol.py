@@ -6,7 +6,7 @@ has all of them.
 
 import contextlib
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import tensorflow as tf
@@ -14,17 +14,19 @@ import tensorflow as tf
 import scaling
 from trainer.callbacks.action import Action
 from trainer.callbacks.callback import Callback
-from trainer.callbacks.divergence import Divergence
-from trainer.checkpoint import Checkpoints
+from trainer.callbacks.monitoring import Monitoring
+from trainer.checkpoint import CheckpointSaver
 from trainer.checkpoint.folder import Facts
-from trainer.config.checkpoint_config import CheckpointConfig
-from trainer.config.skip_policy import SkipPolicy
+from trainer.checkpoint.settings import Checkpoints
 from trainer.evaluation.evaluator import Evaluator
 from trainer.log.trackers import Tracker
+from trainer.losses.settings import Losses
 from trainer.losses.value_checks import LabelRange
 from trainer.replay.recorder import FlightRecorder
-from trainer.step import Clip, StepPlan, StepReport, TrainState
+from trainer.step import StepPlan, StepReport, TrainState
+from trainer.step.skips import Skips
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers, Variable
+from trainer.step.updates import Updates
 
 
 class RunSteps(Protocol):
@@ -82,7 +84,7 @@ class Parts(NamedTuple):
     stop: tf.Variable  # shape=(), bool: any thread may set it, to end `run_steps` or an evaluation
     metrics: Metrics
     evaluator: Evaluator
-    checkpoints: Checkpoints
+    checkpoints: CheckpointSaver
     recorder: FlightRecorder | None
     identity: Facts  # what makes the run the same: see `identity.py`
     slots: Slots
@@ -97,31 +99,20 @@ class RunnableTrainer(Protocol):
     strategy_name: str | None  # None if the strategy was passed as an object
     precision: scaling.Precision
     rule: scaling.LossScaleRule
-    loss_reduction: str
+    losses: Losses
     num_microbatches: int
-    clip: Clip
-    ema_momentum: float | None
-    alternate_optimizers: bool
-    updates_per_step: Mapping[str, int]
-    reduce_dtype: str | None
-    reduce_bucket_bytes: int | None
+    updates: Updates
+    checkpoints: Checkpoints
+    skips: Skips
+    monitoring: Monitoring
     weights_overridden: bool  # whether `example_weights` is overridden
     has_optimizer: bool  # whether an optimizer was given, or `build_optimizer` is overridden
     steps_per_loop: int
     jit_compile: bool | str
     compile_mode_open: bool  # whether `jit_compile` was "auto", and no mode has been chosen yet
     seed: int | None
-    checkpoint_config: CheckpointConfig
-    skip_policy: SkipPolicy
-    max_overflow_records: int
-    max_overflow_bytes: int
-    record_gradients: bool
-    check_gradients: bool
-    check_data: bool
     log_interval: int
     style: str  # of the console output; see `RunConsole`
-    profile_steps: Sequence[int] | None
-    divergence: Divergence | None
     actions: list[Action]
     trackers: list[Tracker]
     callbacks: list[Callback]

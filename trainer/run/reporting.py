@@ -75,7 +75,7 @@ class Reporter:
         self._curve.add(steps)
         try:
             facts = RunFacts() if steps.grads_finite.all() else self._facts()
-            check_not_stuck(steps, self._trainer.skip_policy, names, record, facts)
+            check_not_stuck(steps, self._trainer.skips, names, record, facts)
         except TrainingStuckError:
             self._write()
             raise

@@ -82,7 +82,7 @@ def check_same_data(
 
 def settings_of(trainer: RunnableTrainer) -> dict[str, Any]:
     """Returns the settings that `identity_of` leaves out, and by which a run waits or decides."""
-    config = trainer.checkpoint_config
+    config = trainer.checkpoints
     return {
         "precision": trainer.precision.name,
         "loss_scale": describe(trainer.rule),
@@ -91,13 +91,13 @@ def settings_of(trainer: RunnableTrainer) -> dict[str, Any]:
         "num_microbatches": trainer.num_microbatches,
         "steps_per_loop": trainer.steps_per_loop,
         "log_interval": trainer.log_interval,
-        "profile_steps": list(trainer.profile_steps or []),
-        "divergence": describe(trainer.divergence),
+        "profile_steps": list(trainer.monitoring.profile_steps or []),
+        "divergence": describe(trainer.monitoring.divergence),
         "actions": sorted({each.every_steps for each in trainer.actions if each.every_steps}),
         "on_epoch_end": trainer.overrides("on_epoch_end"),
         "model_dir": config.folder_in(trainer.model_dir) is not None,
-        "checkpoint_interval": config.checkpoint_interval,
-        "checkpoint_secs": config.checkpoint_secs,
+        "interval": config.interval,
+        "interval_secs": config.interval_secs,
         "keep_best": config.keep_best,
     }
 

@@ -232,7 +232,7 @@ class RunSaver:
             for facts in (saved, ours):
                 if "data" in facts:
                     facts["data"] += facts["pipeline"]
-        return check_same(saved, ours, self._trainer.checkpoint_config.allow_changes, path)
+        return check_same(saved, ours, self._trainer.checkpoints.allow_changes, path)
 
     def _take_changes(self, saved: Facts, changed: Collection[str]) -> None:
         """Puts changes into effect where the restored values would hide them."""
@@ -259,8 +259,8 @@ class RunSaver:
                     optimizer.learning_rate = rate
 
     def is_late(self) -> bool:
-        """Returns whether `checkpoint_secs` have passed on any worker since the last checkpoint."""
-        secs = self._trainer.checkpoint_config.checkpoint_secs
+        """Returns whether `interval_secs` have passed on any worker since the last checkpoint."""
+        secs = self._trainer.checkpoints.interval_secs
         late = secs is not None and time.monotonic() - self._saved_time >= secs
         return secs is not None and strategies.any_worker(late, self._trainer.strategy)
 

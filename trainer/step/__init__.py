@@ -1,17 +1,19 @@
 """The training step without a `Trainer` around it, for custom loops under any strategy."""
 
 from trainer.step.attempt import attempt_step
-from trainer.step.clip import Clip
 from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import StepPlan, plan_step
 from trainer.step.report import StepReport
+from trainer.step.skips import Skips
 from trainer.step.state import TrainState
+from trainer.step.updates import Updates
 
 __all__ = [
-    "Clip",
+    "Skips",
     "StepPlan",
     "StepReport",
     "TrainState",
+    "Updates",
     "all_gather",
     "attempt_step",
     "own_rows",

@@ -90,19 +90,19 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
     # All attempts share this value, so that a retry draws the same random numbers.
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
-    in_float32 = run.due_in_float32(plan.float32_after)
+    in_float32 = run.due_in_float32(plan.skips.float32_after)
     inputs = StepInputs(batch, weights, state, random, in_float32)
 
     def attempt_at(scale_state: ScaleState) -> Attempt:
         return attempt_once(inputs._replace(scale_state=scale_state), plan)
 
-    if plan.max_retries:
+    if plan.skips.retries:
         last, retries = attempt_until_applied(attempt_at, state, plan)
     else:
         last, retries = attempt_at(state), tf.constant(0)
     if strategies.capabilities(plan.strategy).asynchronous:
         # After retries, or where some steps say nothing about the scale, not one verdict led here.
-        single = not plan.max_retries and in_float32 is None
+        single = not plan.skips.retries and in_float32 is None
         verdict = verdict_for_rule(last.outcome, plan) if single else None
         run.loss_scaler.merge(state, last.scale_state, verdict)
     else:
@@ -198,7 +198,7 @@ def attempt_until_applied(
         return attempts + 1, now._replace(without_retry=first)
 
     attempts, last = tf.while_loop(
-        lambda attempts, last: last.retry & (attempts <= plan.max_retries),
+        lambda attempts, last: last.retry & (attempts <= plan.skips.retries),
         body,
         (tf.constant(0), start),
         parallel_iterations=1,
@@ -235,7 +235,7 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
         without_retry = select_state(inputs.in_float32, state, without_retry)
         curable &= ~inputs.in_float32
     after = without_retry
-    if plan.max_retries:
+    if plan.skips.retries:
         after = advance_until_scale_moves(without_retry, state, verdict, curable, plan)
     moved = after.loss_scale != state.loss_scale
     return Attempt(outcome, state.loss_scale, after, without_retry, curable & moved)
@@ -243,7 +243,7 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
 
 def verdict_for_rule(outcome: Outcome, plan: StepPlan) -> scaling.Verdict:
     """Returns what the loss-scale rule is told about an attempt."""
-    cause = outcome.cause if plan.attribute_causes else scaling.Cause.BACKWARD
+    cause = outcome.cause if plan.skips.attribute_causes else scaling.Cause.BACKWARD
     return scaling.Verdict(outcome.grads_finite, cause, outcome.max_magnitude)
 
 
@@ -369,7 +369,7 @@ def confirmed(
     """
     min_scale = getattr(plan.rule, "min_scale", None)
     several_processes = strategies.capabilities(plan.strategy).several_processes
-    if min_scale is None or not plan.attribute_causes or several_processes:
+    if min_scale is None or not plan.skips.attribute_causes or several_processes:
         return outcome
 
     lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))

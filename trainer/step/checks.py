@@ -13,21 +13,20 @@ import scaling
 from scaling.base.argument_checks import shown
 from scaling.rules.rule import check_rule
 from scaling.rules.trial import try_rule
-from strategies.checks import check_reduce_dtype, check_strategy
+from strategies.checks import check_strategy
 from strategies.division import count_examples, known_examples, tensors_in
 from trainer.base.argument_checks import (
     as_returned_tensor,
     check_bool,
     check_count,
-    check_ema_momentum,
 )
 from trainer.keras_compat import all_layers, built_for, owners_of
-from trainer.step.clip import Clip
 from trainer.step.held_back import name_of_variable, tensorflow_variable
 from trainer.step.losses import nan_unless
 from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.reach import reach
 from trainer.step.types import Batch, Model
+from trainer.step.updates import Updates
 from trainer.step.xla import supports_xla
 
 # The number of significant bits in each half-precision dtype. Weights in such a dtype would lose
@@ -61,16 +60,6 @@ def check_built_model(model: Model, strategy: tf.distribute.Strategy) -> None:
     if isinstance(model, keras.Layer):
         check_no_synchronized_layers(model, strategy)
     check_variables(model, strategy)
-
-
-def check_can_compute_in_float32(model: Model) -> None:
-    """Raises ValueError for a model whose casts a step cannot turn off."""
-    if not isinstance(model, keras.Layer):
-        raise ValueError(
-            "`float32_after` must be None unless the model is a keras.Model; got a "
-            f"{type(model).__name__}. A tf.Module casts by itself, so the step cannot make it "
-            "compute in float32. Leave out float32_after=."
-        )
 
 
 def check_own_steps(model: Model, names: Sequence[str], instead: str) -> None:
@@ -206,8 +195,7 @@ def check_variables(model: Model, strategy: tf.distribute.Strategy) -> None:
 
 def check_optimizers(
     optimizer: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer],
-    clip: Clip,
-    ema_momentum: float | None,
+    updates: Updates,
     strategy: tf.distribute.Strategy,
 ) -> None:
     """Raises TypeError or ValueError unless the step can apply each of the optimizers."""
@@ -222,7 +210,7 @@ def check_optimizers(
         for inner in optimizers_in(one)[1:]:
             check_optimizer(inner, strategy)
         for single in single_optimizers(one):
-            check_not_set_twice(single, clip, ema_momentum)
+            check_not_set_twice(single, updates)
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ValueError(
             "`optimizer` must have a separate optimizer for each name; got the same one twice. An "
@@ -311,80 +299,51 @@ def check_built_for(optimizer: keras.optimizers.Optimizer, variables: list[Any])
         )
 
 
-def check_not_set_twice(
-    optimizer: keras.optimizers.Optimizer, clip: Clip, ema_momentum: float | None
-) -> None:
+def check_not_set_twice(optimizer: keras.optimizers.Optimizer, updates: Updates) -> None:
     """Raises ValueError if the step and the optimizer both clip, or both average weights."""
     names = ("clipnorm", "clipvalue", "global_clipnorm")
     for name, value in ((name, getattr(optimizer, name)) for name in names):
-        if value is not None and clip.bounds():
-            [(ours, bound)] = clip.bounds().items()
+        if value is not None and updates.bounds:
+            [(ours, bound)] = updates.bounds.items()
             raise ValueError(
-                f"`{ours}` must be None if the optimizer clips; got {shown(bound)}, but the "
-                f"optimizer has {name}={value!r}. Gradients can be clipped only once. Set either "
-                f"`{ours}` or the optimizer's {name}, not both."
+                f"`{ours}` must be None if the optimizer clips; got {bound!r} and {name}={value!r}"
             )
-    if ema_momentum is None:
+    if updates.ema_momentum is None:
         return
-    check_ema_momentum(ema_momentum)
     if optimizer.built and not optimizer.use_ema:
         raise ValueError(
-            "`ema_momentum` must be None if the optimizer has been built; got "
-            f"{shown(ema_momentum)}. A built optimizer has no averages of the weights, and cannot "
-            "get them. Pass a new optimizer, or a function that makes one."
+            "`ema_momentum` must be None if the optimizer has been built, without averages of the "
+            f"weights; got {updates.ema_momentum!r}"
         )
     if optimizer.use_ema:
         raise ValueError(
             "`ema_momentum` must be None if the optimizer has use_ema=True; got "
-            f"{shown(ema_momentum)}, but the optimizer has "
-            f"ema_momentum={optimizer.ema_momentum!r}. Only one moving average is kept. Set either "
-            "`ema_momentum` or the optimizer's use_ema, not both."
+            f"{updates.ema_momentum!r}"
         )
 
 
-def check_reduction(reduce_dtype: object, rule: scaling.LossScaleRule) -> None:
-    """Raises ValueError unless gradients can be summed in this dtype with this rule."""
-    check_reduce_dtype("reduce_dtype", reduce_dtype)
-    if reduce_dtype == "float16" and isinstance(rule, scaling.NoLossScale):
+def check_reduction(updates: Updates, rule: scaling.LossScaleRule) -> None:
+    """Raises ValueError if gradients below 2^-25 would become 0 in their sum, without a word."""
+    if updates.reduce_dtype == "float16" and isinstance(rule, scaling.NoLossScale):
         raise ValueError(
-            f"`reduce_dtype` must not be 'float16' without a loss scale; got {shown(reduce_dtype)} "
-            f"with {rule!r}. Gradients below 2^-25 would become 0 in the sum, without a skipped "
-            'step. Pass loss_scale="dynamic", or reduce_dtype="bfloat16", which has the range of '
-            "float32."
+            "`reduce_dtype` must not be 'float16' without a loss scale; pass loss_scale=\"dynamic\""
         )
 
 
-def check_strategy_rule_and_clip(strategy: object, rule: object, clip: object) -> None:
-    """Raises TypeError unless the arguments are a strategy, a loss-scale rule and a `Clip`.
+def check_strategy_and_rule(strategy: object, rule: object) -> None:
+    """Raises TypeError unless the arguments are a strategy and a loss-scale rule.
 
     A rule that is not one of `scaling` is tried for a few steps: see `try_rule`.
     """
     check_strategy(strategy, "The strategy's replicas compute the step.")
     check_rule(rule)
     try_rule(rule)
-    if not isinstance(clip, Clip):
-        raise TypeError(
-            f"`clip` must be a Clip; got {shown(clip)}. A Clip says which norm or value is "
-            "bounded. Pass Clip(global_clipnorm=1.0), for example, or Clip() for no bound."
-        )
 
 
-def check_causes_and_others(halting_causes: object, others: object) -> None:
-    """Raises TypeError unless `halting_causes` is a list of causes, and `others` is a list."""
-    if not isinstance(halting_causes, (tuple, list)) or not all(
-        isinstance(cause, scaling.Cause) for cause in halting_causes
-    ):
-        raise TypeError(
-            f"`halting_causes` must be a list of scaling.Cause; got {shown(halting_causes)}. The "
-            "run stops after a skip with one of these causes. Pass [scaling.Cause.WEIGHTS], for "
-            "example."
-        )
+def check_others(others: object) -> None:
+    """Raises TypeError unless `others` is a list: a model in it would be taken for its layers."""
     if not isinstance(others, (tuple, list)):
-        raise TypeError(
-            f"`others` must be a list; got {type(others).__name__}. The list contains the "
-            "objects, other than the model, whose variables the loss may assign. Put a single "
-            "object in a list."
-        )
+        raise TypeError(f"`others` must be a list of objects; got {type(others).__name__}")
 
 
 def check_functions(**functions: object) -> None:

@@ -98,7 +98,7 @@ def call_loss(batch: Batch, plan: MicrobatchPlan) -> Any:
             raise
         raise RuntimeError(
             "`compute_loss` must not call all_reduce or another collective of TensorFlow: use "
-            'self.all_gather, with loss_reduction="global".'
+            'self.all_gather, with reduction="global".'
         ) from error
     if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
         raise ValueError(

@@ -5,7 +5,7 @@ others, so it needs what the other replicas computed for theirs. `all_gather` re
 all replicas, in the order of the batch, and the gradient flows back to the replica that computed
 each row.
 
-What makes the gradients exact is who owns which factor. A step with `loss_reduction="global"`
+What makes the gradients exact is who owns which factor. A step with `reduction="global"`
 minimizes one number: the mean over replicas of the scalars that their `compute_loss` returned,
 each weighted by the replica's fraction of the batch's examples. The fractions add up to 1, so the
 mean of equal scalars is that scalar. The gradient of `all_gather` is its exact transpose: the sum
@@ -152,9 +152,9 @@ class Gathering:
             return
         if not self._global_loss:
             raise ValueError(
-                '`loss_reduction` must be "global" for a loss that calls all_gather on several '
+                '`reduction` must be "global" for a loss that calls all_gather on several '
                 f"replicas; got 'mean' and {self._num_replicas} replicas. Rows can be exchanged "
-                'only in a step that is built for it. Pass loss_reduction="global" and return '
+                'only in a step that is built for it. Pass reduction="global" and return '
                 "one number, such as the mean of the losses."
             )
         now = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -196,7 +196,7 @@ def all_gather(x: Tree) -> Tree:
     On one replica these are the rows of `x`. On several replicas, each passes the rows of its own
     examples, and all get the rows of all of them, in the order of the global batch: the rows that
     one device would have. The gradient is that of one device, too: see
-    `loss_reduction="global"` in `Trainer`. It costs an all-reduce of the gathered rows, and another
+    `reduction="global"` in `Trainer`. It costs an all-reduce of the gathered rows, and another
     one in the backward pass if a gradient flows through them.
 
     Call it with the same shapes and in the same order on every replica, and not inside `tf.cond`, a
@@ -340,10 +340,10 @@ def gathering(
     context = tf.distribute.get_replica_context()
     if global_loss and not mine.called and context and context.num_replicas_in_sync > 1:
         raise ValueError(
-            '`compute_loss` must call all_gather with loss_reduction="global" on several replicas; '
+            '`compute_loss` must call all_gather with reduction="global" on several replicas; '
             f"got none on {context.num_replicas_in_sync} replicas. Each replica sees only its "
             "share of the batch, so the result would be the mean of other losses. Compute the loss "
-            'from self.all_gather(x), or pass loss_reduction="mean" and return one loss per '
+            'from self.all_gather(x), or pass reduction="mean" and return one loss per '
             "example."
         )
 
@@ -353,9 +353,9 @@ def scalar_loss(loss: Any) -> tf.Tensor:
     loss = as_returned_loss(loss, "one number, or (number, aux)")
     if loss.shape.rank != 0:
         raise ValueError(
-            '`compute_loss` must return one number with loss_reduction="global", shape (); got '
+            '`compute_loss` must return one number with reduction="global", shape (); got '
             f"shape {loss.shape}. The trainer does not know how the losses of a batch combine. "
-            'Return for example their mean, or pass loss_reduction="mean".'
+            'Return for example their mean, or pass reduction="mean".'
         )
     return loss
 

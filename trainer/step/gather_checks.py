@@ -10,13 +10,13 @@ from trainer.base.argument_checks import check_choice
 from trainer.step.microbatch import Microbatch, PassInputs
 
 LOSS_REDUCTIONS = ("mean", "global")
-GLOBAL = 'with loss_reduction="global"'
+GLOBAL = 'with reduction="global"'
 
 
-def check_loss_reduction(loss_reduction: object, num_microbatches: int) -> None:
+def check_loss_reduction(reduction: object, num_microbatches: int) -> None:
     """Raises ValueError for an unknown reduction, or a global loss of microbatches."""
-    check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-    if loss_reduction == "global" and num_microbatches > 1:
+    check_choice("reduction", reduction, LOSS_REDUCTIONS)
+    if reduction == "global" and num_microbatches > 1:
         raise ValueError(
             f"`num_microbatches` must be 1 {GLOBAL}; got {num_microbatches}. Microbatches are "
             "computed one after the other, so none of them sees the whole batch that the loss "

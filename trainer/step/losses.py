@@ -20,7 +20,7 @@ REMEDY = (
 )
 REMEDY_OF_SCALAR = (
     "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
-    'examples, or pass loss_reduction="global" if the loss compares the examples with each other.'
+    'examples, or pass reduction="global" if the loss compares the examples with each other.'
 )
 
 

@@ -7,9 +7,10 @@ import keras
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import did_you_mean, is_integer, shown
+from scaling.base.argument_checks import shown
 from trainer.step.held_back import name_of_variable, with_held
 from trainer.step.types import Model, Variable
+from trainer.step.updates import Updates
 
 # The objective's name if there is only one optimizer. No model attribute can have this name.
 ONLY = ""
@@ -133,76 +134,24 @@ def check_each_variable_has_one_optimizer(
             )
 
 
-def check_updates_per_step(
-    updates_per_step: Mapping[str, int] | None,
+def check_updates(
+    updates: Updates,
     optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer],
-    *,
-    alternate: bool,
-    switch: str = "alternate",
+    strategy: tf.distribute.Strategy,
 ) -> None:
-    """Raises TypeError or ValueError unless the optimizers can be updated that often in a step.
+    """Raises ValueError unless the optimizers can take turns as the settings say.
 
     Args:
-        updates_per_step: number of updates in each step, keyed by the optimizers' names.
+        updates: the settings.
         optimizers: one optimizer, or a dict of optimizers.
-        alternate: whether the optimizers take turns.
-        switch: the name of the argument that makes them take turns, for the error.
+        strategy: where the step runs. With parameter servers, undoing an update would undo what
+            other workers have written in the meantime.
     """
-    check_update_counts(updates_per_step, alternate=alternate, switch=switch)
+    if updates.alternate_optimizers and strategies.capabilities(strategy).asynchronous:
+        raise ValueError("`alternate_optimizers` must be False with parameter servers; got True")
     names = list(optimizers) if isinstance(optimizers, Mapping) else []
-    for name in updates_per_step or {}:
+    for name in updates.updates_per_step:
         if name not in names:
-            found = f"the optimizers are {', '.join(map(repr, names))}"
-            remedy = did_you_mean(name, names, "Use the names of build_optimizer().")
             raise ValueError(
-                f"`updates_per_step` must have the names of optimizers as keys; got {shown(name)}, "
-                f"and {found if names else 'there is one optimizer, without a name'}. Each count "
-                f"belongs to one of several optimizers. {remedy}"
+                f"`updates_per_step` must be keyed by names of optimizers, {names}; got {name!r}"
             )
-
-
-def check_may_alternate(
-    strategy: tf.distribute.Strategy, *, alternate: bool, switch: str = "alternate"
-) -> None:
-    """Raises ValueError if optimizers take turns in steps that others cannot be kept out of.
-
-    Args:
-        strategy: where the step runs.
-        alternate: whether the optimizers take turns.
-        switch: the name of the argument that makes them take turns, for the error.
-    """
-    if alternate and strategies.capabilities(strategy).asynchronous:
-        raise ValueError(
-            f"`{switch}` must be False with parameter servers; got True. If the second optimizer's "
-            "update is skipped, the first one's is undone, and with it what other workers have "
-            "written in the meantime. Leave it out: one backward pass then gives all gradients, "
-            "under one verdict."
-        )
-
-
-def check_update_counts(
-    updates_per_step: Mapping[str, int] | None, *, alternate: bool, switch: str
-) -> None:
-    """Raises TypeError or ValueError unless the counts are positive, and optimizers alternate."""
-    if updates_per_step is None:
-        return
-    if not isinstance(updates_per_step, Mapping):
-        raise TypeError(
-            "`updates_per_step` must be a dict or None; got "
-            f"{shown(updates_per_step)}. Each count belongs to one of several optimizers. Pass "
-            '{"critic": 5} for five updates of the critic in each step, for example.'
-        )
-    for name, count in updates_per_step.items():
-        if not is_integer(count) or count < 1:
-            raise ValueError(
-                "`updates_per_step` must have positive integers as values; got "
-                f"{shown(name)}: {count!r}. Each optimizer is updated at least once in a step. "
-                f"Pass {{{name!r}: 5}}, for example."
-            )
-    if updates_per_step and not alternate:
-        raise ValueError(
-            f"`updates_per_step` must be used with {switch}=True; got "
-            f"{shown(dict(updates_per_step))} without it. Unless the optimizers take turns, all "
-            "gradients of a step are computed at the old weights, and a second update would repeat "
-            f"the first. Pass {switch}=True."
-        )

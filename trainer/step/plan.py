@@ -10,14 +10,12 @@ import tensorflow as tf
 import scaling
 import strategies
 from strategies.division import count_examples
-from trainer.base.argument_checks import check_nonnegative
 from trainer.keras_compat import (
     computing_in_float32,
     keep_rate_tracked,
     learning_rate_setting,
 )
 from trainer.step import checks
-from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
 from trainer.step.float8 import Float8Tensor, check_float8_layers, float8_tensors
 from trainer.step.gather_checks import (
@@ -37,15 +35,16 @@ from trainer.step.microbatch import (
 )
 from trainer.step.objective import (
     Objective,
-    check_may_alternate,
-    check_updates_per_step,
+    check_updates,
     objectives_of,
     optimizers_in,
     single_optimizers,
 )
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
+from trainer.step.skips import Skips
 from trainer.step.types import Aux, Batch, Model, Variable
+from trainer.step.updates import Updates
 from trainer.step.writes import undoable
 from trainer.step.xla import (
     ONE_REPLICA,
@@ -87,24 +86,18 @@ class StepPlan:
     example_weights: Callable[[Batch], tf.Tensor]  # returns a global batch's weights
     update_metrics: Callable[[Batch, Aux], None]  # called with a replica's real examples
     num_microbatches: int
-    clip: Clip
+    updates: Updates
+    skips: Skips
     jit_compile: bool | str  # what XLA compiles: see `xla.COMPILE_MODES`
     record_gradients: bool  # whether every report counts its gradients' magnitudes
-    max_retries: int  # further attempts with the same batch after an overflow
-    attribute_causes: bool  # whether the rule sees only skips that a scale may cure
-    halting_causes: tuple[scaling.Cause, ...]  # causes after which no further step is attempted
-    max_skips: int  # number of skips in a row after which no further step is attempted
-    float32_after: int | None  # number of skips in a row after which a step computes in float32
     seeds: tuple[keras.Variable, ...]  # states of seed generators, given new keys in each step
     held_back: tuple[keras.Variable, ...]  # variables a Keras model reads or assigns; weights first
     undo: tuple[Variable, ...]  # variables to restore if the step is skipped
     weights: tuple[Variable, ...]  # `model.trainable_variables` when the step was planned
     # Variables that were frozen for a while, and the number of updates that each one missed.
     missed: tuple[tuple[Variable, int], ...] = ()
-    loss_reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
+    reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
-    reduce_dtype: str | None = None  # the dtype of gradients in their sum; None: their own
-    reduce_bucket_bytes: int | None = None  # the size of a bucket of gradients; None: one for all
     kept: Kept | None = None  # what keeps losses and aux of each example; None keeps nothing
     # The ids of variables in `undo` that a pass assigns: known as soon as it has been traced.
     assigned: set[int] = dataclasses.field(default_factory=set, compare=False, repr=False)
@@ -117,7 +110,7 @@ class StepPlan:
     @property
     def global_loss(self) -> bool:
         """Whether a loss is one number, a function of the whole global batch."""
-        return self.loss_reduction == "global"
+        return self.reduction == "global"
 
     @property
     def gathers(self) -> bool:
@@ -161,23 +154,14 @@ def plan_step(
     rule: scaling.LossScaleRule,
     example_weights: Callable[[Batch], tf.Tensor] | None = None,
     update_metrics: Callable[[Batch, Aux], None] | None = None,
-    alternate: bool = False,
-    updates_per_step: Mapping[str, int] | None = None,
     num_microbatches: int = 1,
-    clip: Clip = Clip(),  # noqa: B008  # frozen
-    ema_momentum: float | None = None,
+    updates: Updates = Updates(),
+    skips: Skips = Skips(),
     jit_compile: bool | str = False,
     record_gradients: bool = False,
-    max_retries: int = 0,
-    attribute_causes: bool = True,
-    halting_causes: Sequence[scaling.Cause] = (scaling.Cause.WEIGHTS,),
-    max_skips: int = 100,
-    float32_after: int | None = None,
     others: Sequence[Any] = (),
     missed: Sequence[tuple[Variable, int]] = (),
-    loss_reduction: str = "mean",
-    reduce_dtype: str | None = None,
-    reduce_bucket_bytes: int | None = None,
+    reduction: str = "mean",
 ) -> StepPlan:
     """Checks the arguments, builds the optimizers, and returns the step's constants.
 
@@ -193,41 +177,23 @@ def plan_step(
         rule: the loss-scale rule.
         example_weights: global batch -> weights, shape (global_batch,); None gives each weight 1.
         update_metrics: called with a replica's (batch, aux) on applied steps; None does nothing.
-        alternate: whether several optimizers take turns: each one's gradients are computed after
-            the previous optimizers' updates were applied. If an update cannot be applied, all
-            of the step's updates are rolled back. If False, all gradients are computed at the
-            old weights.
-        updates_per_step: number of updates in each step, keyed by the names of optimizers that
-            alternate; other optimizers are updated once. All updates of a step use its batch, and
-            each one draws new random numbers.
         num_microbatches: number of parts that each replica's share is cut into.
-        clip: the bound on the gradients.
-        ema_momentum: momentum of the optimizer's moving average of the weights; None keeps no
-            average.
+        updates: clipping, a moving average of the weights, optimizers that take turns, and the sum
+            of gradients over replicas.
+        skips: what happens after a step that cannot be applied. `TrainState.halted` says when the
+            run must stop.
         jit_compile: what XLA compiles. True: each replica's forward and backward pass.
             "elementwise": only the element-wise operations in them. "update": the optimizer's
             update, on a single replica. "step": the whole step, as one program, on a single
             replica. False: nothing.
         record_gradients: whether reports count gradient magnitudes.
-        max_retries: how many times a step whose gradients overflowed is attempted again with the
-            same batch, each time at another scale; 0 skips it at once.
-        attribute_causes: whether the loss scale moves only after skips that a smaller scale may
-            cure. False backs off after every skip, as other systems do.
-        halting_causes: causes of a skip after which the run must stop.
-        max_skips: number of skips in a row after which the run must stop.
-        float32_after: number of skips in a row after which a step is computed in float32; None
-            for never.
         others: objects other than the model whose variables the loss may assign. What the given
             functions hold (closures, default arguments, the owners of methods) need not be listed.
         missed: pairs of a trained variable and the number of its optimizer's updates that it was
             not part of, for variables that were frozen at first. Adam's bias correction needs it.
-        loss_reduction: "mean": `compute_loss` returns one loss per example. "global": it returns
+        reduction: "mean": `compute_loss` returns one loss per example. "global": it returns
             one number, a function of the whole global batch, which it gets from `all_gather`;
             `example_weights` must then be None.
-        reduce_dtype: the dtype in which gradients are summed over replicas: "float16" or
-            "bfloat16"; None sums them in float32. "float16" needs a loss scale.
-        reduce_bucket_bytes: the size of a bucket of gradients, each of which is summed by an
-            all-reduce of its own; None sums all of them by one.
 
     Raises:
         TypeError, ValueError: if the step cannot use an argument.
@@ -247,44 +213,33 @@ def plan_step(
         >>> scaling.Cause(int(report.cause)).name, int(report.bad_replica), int(run.step)
         ('FORWARD', 0, 2)
     """
-    if isinstance(loss_reduction, str) and loss_reduction == "global":
+    if isinstance(reduction, str) and reduction == "global":
         check_no_weights(example_weights)
     example_weights = ones if example_weights is None else example_weights
     update_metrics = no_metrics if update_metrics is None else update_metrics
-    checks.check_strategy_rule_and_clip(strategy, rule, clip)
-    checks.check_causes_and_others(halting_causes, others)
+    checks.check_strategy_and_rule(strategy, rule)
+    checks.check_others(others)
     checks.check_functions(
         compute_loss=compute_loss, example_weights=example_weights, update_metrics=update_metrics
     )
-    checks.check_bools(
-        alternate=alternate,
-        record_gradients=record_gradients,
-        attribute_causes=attribute_causes,
-    )
+    checks.check_bools(record_gradients=record_gradients)
     check_compile_mode(jit_compile, strategy)
-    checks.check_counts(
-        num_microbatches=num_microbatches,
-        max_skips=max_skips,
-        float32_after=1 if float32_after is None else float32_after,
-    )
-    check_loss_reduction(loss_reduction, num_microbatches)
-    checks.check_reduction(reduce_dtype, rule)
-    if reduce_bucket_bytes is not None:
-        checks.check_counts(reduce_bucket_bytes=reduce_bucket_bytes)
-    check_nonnegative("max_retries", max_retries)
+    checks.check_counts(num_microbatches=num_microbatches)
+    check_loss_reduction(reduction, num_microbatches)
+    checks.check_reduction(updates, rule)
     checks.check_built_model(model, strategy)
     if strategy.num_replicas_in_sync * num_microbatches > 1:
         checks.check_no_stateful_layers(model)
-    if float32_after is not None:
-        checks.check_can_compute_in_float32(model)
+    skips.check_model(model)
     check_float8_layers(model, strategy)
     check_model_compiles(model, jit_compile)
-    checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
-    check_updates_per_step(updates_per_step, optimizer, alternate=alternate)
-    check_may_alternate(strategy, alternate=alternate)
-    objectives = objectives_of(model, optimizer, updates_per_step)
-    build_optimizers(model, objectives, ema_momentum)
-    partition = [[objective] for objective in objectives] if alternate else [objectives]
+    checks.check_optimizers(optimizer, updates, strategy)
+    check_updates(updates, optimizer, strategy)
+    objectives = objectives_of(model, optimizer, updates.updates_per_step)
+    build_optimizers(model, objectives, updates.ema_momentum)
+    partition = [objectives]
+    if updates.alternate_optimizers:
+        partition = [[objective] for objective in objectives]
     used = [*others, compute_loss, example_weights, update_metrics]
     checks.check_no_bfloat16_in_cudnn(model, *used)
     held_back, seeds = held_back_variables(model, used), seed_states(model, used)
@@ -305,26 +260,20 @@ def plan_step(
         example_weights=example_weights,
         update_metrics=update_metrics,
         num_microbatches=num_microbatches,
-        clip=clip,
+        updates=updates,
+        skips=skips,
         jit_compile=jit_compile,
         record_gradients=record_gradients,
-        max_retries=max_retries,
-        attribute_causes=attribute_causes,
-        halting_causes=tuple(halting_causes),
-        max_skips=max_skips,
-        float32_after=float32_after,
         seeds=tuple(seeds),
         held_back=tuple(held_back),
         undo=tuple(undo),
         weights=tuple(model.trainable_variables),
         missed=tuple(missed),
-        loss_reduction=loss_reduction,
+        reduction=reduction,
         float8=float8_tensors(model),
-        reduce_dtype=reduce_dtype,
-        reduce_bucket_bytes=reduce_bucket_bytes,
     )
     if plan.gathers:
-        check_gathers(strategy, jit_compile, float32_after)
+        check_gathers(strategy, jit_compile, skips.float32_after)
     return with_groups(plan, partition, jit_compile)
 
 
@@ -368,7 +317,7 @@ def with_groups(
     """Returns the plan with a group for each part of the partition, in the given compile mode."""
     # Make sparse gradients dense for XLA, which would recompile for every new number of rows.
     dense = jit_compile in (*WITH_PASSES, *ONE_REPLICA) or plan.num_microbatches > 1
-    dense = dense or plan.float32_after is not None
+    dense = dense or plan.skips.float32_after is not None
     # Use TensorFlow's BatchNorm kernel on CPUs, where it was measured to be faster, unless XLA
     # compiles the pass, or replicas pause in it: they share the layers in which it is put.
     fuse = jit_compile not in WITH_PASSES and not plan.gathers

@@ -49,7 +49,8 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
     """
     values = read_values(plan.held_back, given_positions(plan))
     local, share = own_part(inputs, values, group, plan)
-    reduced = sum_over_replicas(local, share, plan.reduce_dtype, plan.reduce_bucket_bytes)
+    updates = plan.updates
+    reduced = sum_over_replicas(local, share, updates.reduce_dtype, updates.reduce_bucket_bytes)
     unscaled = scaling.unscale_gradients(reduced.total.gradients, inputs.scale_state)
     in_rows = adds_in_rows(plan.jit_compile, plan.strategy)
     gradient_norm = global_norm(unscaled, in_rows=in_rows)
@@ -85,7 +86,7 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
     return ReplicaResult(
         outcome=outcome,
         evidence=Evidence(reduced.table, statistics_finite, reduced.total.gradients, unscaled),
-        gradients=clip(unscaled, gradient_norm, plan.clip),
+        gradients=clip(unscaled, gradient_norm, plan.updates),
         written=with_own_scales(reduced.written, before, plan.float8),
         batch=batch,
         rows=rows,
@@ -113,7 +114,7 @@ def taking_sums_alone(
     unscaled = scaling.unscale_gradients(result.evidence.summed, scale_state)
     return result._replace(
         evidence=result.evidence._replace(unscaled=unscaled),
-        gradients=clip(unscaled, result.outcome.gradient_norm, plan.clip),
+        gradients=clip(unscaled, result.outcome.gradient_norm, plan.updates),
     )
 
 

@@ -76,14 +76,14 @@ class TrainState(tf.Module):
             plan: the run's constants.
         """
         self.outcomes.assign_add(tf.one_hot(outcome.cause, len(scaling.Cause), dtype=tf.int64))
-        if plan.max_retries:
+        if plan.skips.retries:
             self.retries.assign_add(tf.cast(retries, tf.int64))
         if in_float32 is not None:
             self.float32_steps.assign_add(tf.cast(in_float32, tf.int64))
         skips = tf.where(outcome.grads_finite, tf.constant(0, tf.int64), self.consecutive_skips + 1)
         self.consecutive_skips.assign(skips)
-        fatal = tf.reduce_any([outcome.cause == int(cause) for cause in plan.halting_causes])
-        self.halted.assign(fatal | (skips >= plan.max_skips))
+        fatal = tf.reduce_any([outcome.cause == int(cause) for cause in plan.skips.halting_causes])
+        self.halted.assign(fatal | (skips >= plan.skips.max_skips))
 
 
 def counter(name: str, *shape: int) -> tf.Variable:

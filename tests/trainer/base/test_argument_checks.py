@@ -11,7 +11,6 @@ from trainer.base.argument_checks import (
     check_choice,
     check_count,
     check_ema_momentum,
-    check_keep_count,
     check_nonnegative,
     check_path,
     check_seed,
@@ -138,19 +137,6 @@ def test_a_choice_is_one_of_a_list(value, remedy):
     assert str(error.value) == (
         f"`on_overflow` must be one of 'skip', 'retry'; got {value!r}. There are no other choices. "
         f"{remedy}"
-    )
-
-
-def test_files_are_kept_only_in_a_model_dir(tmp_path):
-    """Without a `model_dir` the only count allowed is 0."""
-    check_keep_count("keep_best", 0, None, "Models")
-    check_keep_count("keep_best", 3, tmp_path, "Models")
-    with pytest.raises(ValueError, match="`keep_best`") as error:
-        check_keep_count("keep_best", 3, None, "Models")
-
-    assert str(error.value) == (
-        "`keep_best` must be 0 without `model_dir`; got 3. Models are saved as files. Pass "
-        "model_dir= as well."
     )
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers import Linear, slopes
 
-from trainer import Action, TrainingStuckError
-from trainer.callbacks.action import check_actions
+from trainer import Action, Skips, TrainingStuckError
 
 
 class Counter:
@@ -36,7 +35,7 @@ def test_actions_are_due_by_steps():
     """
     seen = []
     action = Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=7)
-    trainer = Linear(steps_per_loop=5, actions=[action], verbose=False)
+    trainer = Linear(steps_per_loop=5, callbacks=[action], verbose=False)
     trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
 
     assert seen == [7, 14]
@@ -57,7 +56,7 @@ def test_actions_are_due_by_seconds(monkeypatch):
 
     by_steps = Action(passing, every_steps=1)
     by_time = Action(lambda trainer: seen.append(("due", trainer.totals.attempted)), every_secs=10)
-    trainer = Linear(actions=[by_steps, by_time], verbose=False)
+    trainer = Linear(callbacks=[by_steps, by_time], verbose=False)
     trainer.train(slopes(1.0, 2.0), steps=8, global_batch=2)
 
     assert [step for kind, step in seen if kind == "due"] == [4, 8]
@@ -102,7 +101,9 @@ def test_a_run_that_ends_in_an_error_calls_no_action():
     """
     seen = []
     action = Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=2)
-    trainer = Linear(on_nonfinite_loss="raise", actions=[action], log_interval=100, verbose=False)
+    trainer = Linear(
+        skips=Skips(on_nonfinite_loss="raise"), callbacks=[action], log_interval=100, verbose=False
+    )
     with pytest.raises(TrainingStuckError, match="the loss was not finite at step 1"):
         trainer.train(slopes(np.nan), steps=50, global_batch=1)
 
@@ -135,21 +136,6 @@ def test_a_function_without_state_saves_only_its_clock():
     action.set_state({"elapsed_secs": 0.0, "call": {"calls": 3}})
 
     assert action.state()["call"] is None
-
-
-@pytest.mark.parametrize("actions", [print, [print], [Action(print, every_steps=1), 3]])
-def test_actions_are_a_list_of_actions(actions):
-    """A function alone is refused, because it has no period."""
-    check_actions(())
-    check_actions([Action(print, every_steps=1)])
-    wrong = actions[-1] if isinstance(actions, list) else actions
-    with pytest.raises(TypeError) as error:
-        check_actions(actions)
-
-    assert str(error.value) == (
-        f"`actions` must be a list of trainer.Action; got {wrong!r}. An Action says what to call "
-        "and how often. Pass [Action(call, every_steps=100)], for example."
-    )
 
 
 def test_an_action_calls_a_function():
@@ -187,7 +173,7 @@ def test_a_state_may_hold_what_numpy_makes(tmp_path):
         best = Best()
         line = Linear(
             model_dir=tmp_path,
-            actions=[Action(best, every_steps=2)],
+            callbacks=[Action(best, every_steps=2)],
             steps_per_loop=1,
             verbose=False,
         )

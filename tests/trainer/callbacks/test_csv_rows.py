@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import linear_model
 
-from trainer import Action, Divergence, Trainer
+from trainer import Action, Checkpoints, Divergence, Monitoring, Trainer
 from trainer.callbacks import KerasCallbacks
 from trainer.callbacks.csv_rows import take_back_rows
 
@@ -25,7 +25,7 @@ def make(folder, **arguments):
         loss_fn="mse",
         model_dir=folder / "run",
         callbacks=[KerasCallbacks([keras.callbacks.CSVLogger(folder / "log.csv")])],
-        checkpoint_interval=5,
+        checkpoints=Checkpoints(interval=5),
         seed=0,
         verbose=False,
         **arguments,
@@ -47,7 +47,7 @@ def test_a_run_that_was_cut_off_has_each_epoch_once(tmp_path):
     (tmp_path / "whole").mkdir()
     make(tmp_path / "whole").train((X, X), epochs=5, global_batch=4)
     with pytest.raises(KeyError):
-        make(tmp_path, actions=[Action(fail, every_steps=1)]).train(
+        make(tmp_path, callbacks=[Action(fail, every_steps=1)]).train(
             (X, X), epochs=5, global_batch=4
         )
     shutil.rmtree(tmp_path / "run" / "ckpt-9")  # as if the process had been killed
@@ -69,8 +69,8 @@ def test_a_run_that_is_rolled_back_has_each_epoch_once(tmp_path):
 
     trainer = make(
         tmp_path,
-        actions=[Action(spoil, every_steps=1)],
-        divergence=Divergence(loss_above=50.0),
+        callbacks=[Action(spoil, every_steps=1)],
+        monitoring=Monitoring(divergence=Divergence(loss_above=50.0)),
         steps_per_loop=1,
     )
     trainer.train((X, X), epochs=7, global_batch=4)

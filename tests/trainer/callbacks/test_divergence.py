@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer import Divergence
-from trainer.callbacks.divergence import Detection, LossWatch, check_divergence, diverged_error
+from trainer.callbacks.divergence import Detection, LossWatch, diverged_error
 from trainer.step.report import StepReport
 
 
@@ -137,25 +137,6 @@ def test_what_counts_as_divergence_is_checked(arguments, message):
         Divergence(**arguments)
 
     assert str(error.value) == message
-
-
-def test_divergence_needs_a_model_dir(tmp_path):
-    """A run can only go back to checkpoints if it has a folder for them."""
-    divergence = Divergence(loss_above=10.0)
-    check_divergence(None, None)
-    check_divergence(divergence, tmp_path)
-    with pytest.raises(ValueError, match="`divergence`") as error:
-        check_divergence(divergence, None)
-    assert str(error.value) == (
-        "`divergence` must be None without `model_dir`; got a Divergence. A diverged run goes back "
-        "to a checkpoint. Pass model_dir= as well."
-    )
-    with pytest.raises(TypeError) as error:
-        check_divergence(100.0, tmp_path)
-    assert str(error.value) == (
-        "`divergence` must be a trainer.Divergence or None; got 100.0. A Divergence "
-        "holds the criteria for divergence. Pass Divergence(loss_above=100.0), for example."
-    )
 
 
 def test_a_step_without_weight_has_no_mean_loss():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import Linear, copies, slopes
 
-from trainer import Callback
+from trainer import Callback, Updates
 from trainer.callbacks import EarlyStopping
 
 # The loss is weight * slope. With slope 1 and a rate of 1 the weight falls by 1 in each step, so
@@ -82,7 +82,7 @@ def test_a_later_call_goes_on_from_the_last_weights():
 @pytest.mark.thorough  # takes seconds
 def test_the_best_average_is_restored_too():
     """With `ema_momentum`, evaluations use the average: what is evaluated afterwards is the best."""
-    line, stopping = run(9, ema_momentum=0.5, patience=1)
+    line, stopping = run(9, updates=Updates(ema_momentum=0.5), patience=1)
 
     assert line.evaluate(WORSE, global_batch=1)["loss"] == stopping.best
     assert line.evaluate(WORSE, global_batch=1, averaged=False)["loss"] == -line.weight

@@ -7,7 +7,7 @@ from helpers import linear_model
 
 import scaling
 from scaling import Cause
-from trainer import StepReport, Trainer, TrainingStuckError
+from trainer import Skips, StepReport, Trainer, TrainingStuckError
 from trainer.callbacks.hints import (
     FIXED_HINTS,
     HINTS,
@@ -131,7 +131,7 @@ def test_a_learning_rate_that_is_too_high_is_named(precision, rate, words):
         optimizer=lambda: keras.optimizers.SGD(rate),
         loss_fn="mse",
         precision=precision,
-        max_consecutive_skips=3,
+        skips=Skips(max_consecutive=3),
         verbose=False,
     )
     with pytest.raises(TrainingStuckError) as error:

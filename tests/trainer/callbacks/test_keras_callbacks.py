@@ -248,7 +248,7 @@ CLASSES = {
     "BackupAndRestore": (
         keras.callbacks.BackupAndRestore,
         "The trainer saves and resumes runs itself, with the loss scale and the position in the "
-        "data, which it would not. Pass model_dir= and checkpoint_interval= to Trainer.",
+        "data, which it would not. Pass model_dir= and Checkpoints(interval=) to Trainer.",
     ),
     "CSVLogger": (lambda folder: keras.callbacks.CSVLogger(folder / "log.csv"), csv_file),
     "Callback": (lambda _: keras.callbacks.Callback(), nothing),
@@ -282,7 +282,7 @@ CLASSES = {
     "OrbaxCheckpoint": (
         lambda _: keras.callbacks.OrbaxCheckpoint.__new__(keras.callbacks.OrbaxCheckpoint),
         "It saves the state of a compiled model, and the trainer does not compile. Pass model_dir= "
-        "and checkpoint_interval= to Trainer, or use ModelCheckpoint.",
+        "and Checkpoints(interval=) to Trainer, or use ModelCheckpoint.",
     ),
     "ProgbarLogger": (lambda _: keras.callbacks.ProgbarLogger(), nothing),
     "ReduceLROnPlateau": (
@@ -303,7 +303,7 @@ CLASSES = {
     "TerminateOnNaN": (
         lambda _: keras.callbacks.TerminateOnNaN(),
         "A step whose loss or gradient is inf or NaN is skipped, so the logs have no NaN to "
-        'terminate on. Pass on_nonfinite_loss="raise" to Trainer.',
+        'terminate on. Pass Skips(on_nonfinite_loss="raise") to Trainer.',
     ),
 }
 

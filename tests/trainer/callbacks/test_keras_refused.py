@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import linear_model
 
-from trainer import Trainer
+from trainer import Trainer, Updates
 from trainer.callbacks import KerasCallbacks
 from trainer.callbacks.keras_refused import (
     REFUSED,
@@ -88,7 +88,7 @@ def test_the_best_weights_of_a_run_with_an_average_are_not_those_evaluated(make)
 
     name = type(make("loss")).__name__
     with pytest.raises(ValueError, match="val_loss") as error:
-        run("val_loss", ema_momentum=0.9)
+        run("val_loss", updates=Updates(ema_momentum=0.9))
     assert str(error.value) == (
         f"`callbacks` must not hold keras.callbacks.{name} for the best val_loss of a run with an "
         f"average of the weights; got {name}. An evaluation uses the average, and the callback "

@@ -12,10 +12,9 @@ from helpers import Linear, all_copies, assert_same_bits, slopes
 
 import scaling
 from scaling import Cause
-from trainer import StepReport, Totals, TrainingStuckError
+from trainer import Checkpoints, Skips, StepReport, Totals, TrainingStuckError
 from trainer.callbacks.hints import Curve, RunFacts, hint_for
 from trainer.callbacks.stuck import check_not_stuck, scale_path
-from trainer.config.skip_policy import SkipPolicy
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
 
@@ -63,7 +62,7 @@ def test_an_infinite_derivative_without_a_dynamic_scale(loss_scale):
         def compute_loss(self, batch, training):
             return tf.sqrt(0.0 * super().compute_loss(batch, training))
 
-    trainer = Rooted(loss_scale=loss_scale, max_consecutive_skips=2, verbose=False)
+    trainer = Rooted(loss_scale=loss_scale, skips=Skips(max_consecutive=2), verbose=False)
     with pytest.raises(TrainingStuckError) as error:
         trainer.train(slopes(1.0, 1.0), steps=9, global_batch=2)
 
@@ -103,7 +102,7 @@ def test_an_overflow_of_the_forward_pass_moves_no_scale(mirrored, replicas, num_
         trainer = Hidden(
             strategy=strategy,
             num_microbatches=num_microbatches,
-            attribute_causes=attribute_causes,
+            skips=Skips(attribute_causes=attribute_causes),
             loss_scale=scaling.DynamicLossScale(2.0**10),
             verbose=False,
             **HALF,
@@ -116,7 +115,7 @@ def test_an_overflow_of_the_forward_pass_moves_no_scale(mirrored, replicas, num_
 
 def test_applied_steps_and_few_skips_do_not_end_a_run():
     """Skips below the limit that have a harmless cause are accepted."""
-    policy = SkipPolicy(max_consecutive_skips=3)
+    policy = Skips(max_consecutive=3)
     check_not_stuck(reports(Cause.NONE, Cause.NONE), policy, [])
     check_not_stuck(reports(Cause.BACKWARD, Cause.BACKWARD, Cause.NONE), policy, [])
     with pytest.raises(TrainingStuckError, match="3 steps in a row were skipped by step 3"):
@@ -125,7 +124,7 @@ def test_applied_steps_and_few_skips_do_not_end_a_run():
 
 def test_good_steps_after_the_last_one_do_not_save_a_run():
     """Parameter servers may take some before the chief has read the reports."""
-    policy = SkipPolicy(max_consecutive_skips=2, on_nonfinite_loss="raise")
+    policy = Skips(max_consecutive=2, on_nonfinite_loss="raise")
     stuck = [Cause.NONE, Cause.BACKWARD, Cause.BACKWARD, Cause.NONE, Cause.BACKWARD]
     with pytest.raises(TrainingStuckError, match="2 steps in a row were skipped by step 3"):
         check_not_stuck(reports(*stuck), policy, [])
@@ -136,7 +135,7 @@ def test_good_steps_after_the_last_one_do_not_save_a_run():
 
 def test_the_error_names_the_record_of_a_skipped_batch():
     """With a flight recorder the error says where the batch is and how to run it again."""
-    policy = SkipPolicy(max_consecutive_skips=2)
+    policy = Skips(max_consecutive=2)
     steps = reports(Cause.REDUCTION, Cause.REDUCTION, scales=[4.0, 2.0])
     with pytest.raises(TrainingStuckError) as error:
         check_not_stuck(steps, policy, [], pathlib.Path("run/overflows/step-00000001"))
@@ -162,7 +161,7 @@ def test_the_error_names_the_record_of_a_skipped_batch():
 def test_a_bad_loss_warns_once_per_row_of_skips(caplog, causes, before, warnings):
     """Only the first skip of a row warns; an overflow does not warn at all."""
     with caplog.at_level("WARNING"):
-        check_not_stuck(reports(*causes, consecutive_skips=before), SkipPolicy(), [])
+        check_not_stuck(reports(*causes, consecutive_skips=before), Skips(), [])
 
     assert (
         warnings_in(caplog)
@@ -212,7 +211,7 @@ def test_a_weight_that_is_not_finite_ends_the_run(tmp_path, mirrored, replicas, 
     arguments = {
         "model_dir": tmp_path,
         "verbose": False,
-        "checkpoint_interval": 10,
+        "checkpoints": Checkpoints(interval=10),
         "strategy": strategy,
     }
     trainer = Two(loss_scale="dynamic", **arguments)
@@ -275,7 +274,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
         choice: Linear(
             strategy=mirrored(replicas) if replicas > 1 else "default",
             loss_scale="dynamic",
-            on_nonfinite_loss=choice,
+            skips=Skips(on_nonfinite_loss=choice),
             verbose=False,
             **HALF,
         )
@@ -297,10 +296,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
 
 
 def test_max_consecutive_skips_ends_the_run():
-    """L11: the run ends at the `max_consecutive_skips`-th consecutive skip, wherever the graph call
+    """L11: the run ends at the `max_consecutive`-th consecutive skip, wherever the graph call
     would end. Skips that are not consecutive do not end it.
     """
-    trainer = Linear(loss_scale="dynamic", max_consecutive_skips=3, steps_per_loop=7, verbose=False)
+    trainer = Linear(
+        loss_scale="dynamic", skips=Skips(max_consecutive=3), steps_per_loop=7, verbose=False
+    )
     history = [np.inf, np.inf, 1.0, np.nan, np.inf, 1.0, 1.0, np.inf, np.nan, -np.inf, 1.0, 1.0]
     with pytest.raises(TrainingStuckError) as error:
         trainer.train(batches_of(*history), steps=12)
@@ -319,8 +320,7 @@ def holding(**arguments):
     """A run with on_stuck="hold": it warns, and ends after ten times two consecutive skips."""
     return Linear(
         loss_scale="dynamic",
-        on_stuck="hold",
-        max_consecutive_skips=2,
+        skips=Skips(on_stuck="hold", max_consecutive=2),
         steps_per_loop=3,
         log_interval=6,
         verbose=False,
@@ -335,7 +335,7 @@ def warnings_in(caplog):
 
 def test_holding_warns_and_then_ends(caplog):
     """L11: "hold" warns at every log line and ends the run after ten times
-    `max_consecutive_skips`.
+    `max_consecutive`.
     """
     trainer = holding()
     with caplog.at_level("WARNING"), pytest.raises(TrainingStuckError) as error:
@@ -371,7 +371,7 @@ def test_what_float32_cannot_take_either_ends_the_run():
     """L11: if the float32 step is skipped too, the run ends."""
     floor = scaling.DynamicLossScale(1.0, min_scale=1.0)
     trainer = Linear(
-        loss_scale=floor, on_stuck="float32", max_consecutive_skips=4, verbose=False, **HALF
+        loss_scale=floor, skips=Skips(on_stuck="float32", max_consecutive=4), verbose=False, **HALF
     )
     with pytest.raises(TrainingStuckError) as error:
         trainer.train(batches_of(np.nan), steps=50)
@@ -398,7 +398,7 @@ def test_a_run_that_overflows_at_every_scale_ends(tmp_path):
     trainer = Rooted(
         loss_scale="dynamic",
         model_dir=tmp_path,
-        max_consecutive_skips=40,
+        skips=Skips(max_consecutive=40),
         log_interval=50,
         steps_per_loop=50,
         verbose=False,

@@ -11,7 +11,7 @@ from helpers import Linear, slopes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import Trainer
+from trainer import Checkpoints, Trainer, Updates
 from trainer.checkpoint import folder
 from trainer.checkpoint.best import Best
 
@@ -187,9 +187,9 @@ class Learning(Trainer):
             loss_fn="mse",
             metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
             optimizer=lambda: keras.optimizers.SGD(0.1),
-            ema_momentum=0.5,
+            updates=Updates(ema_momentum=0.5),
             seed=1,
-            **{"verbose": False, "keep_best": 2} | arguments,
+            **{"verbose": False, "checkpoints": Checkpoints(keep_best=2)} | arguments,
         )
 
     def build_model(self):
@@ -215,10 +215,12 @@ def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
     gives the same results bit for bit. The run itself continues from its own weights.
     """
     data = {"steps": 8, "global_batch": 4, "eval_data": (X, Y), "eval_interval": 1}
-    trainer = Learning(model_dir=tmp_path, best_metric="error", verbose=True)
+    trainer = Learning(
+        model_dir=tmp_path, checkpoints=Checkpoints(keep_best=2, best_metric="error"), verbose=True
+    )
     trainer.train((X, Y), **data)
     out = capsys.readouterr().out
-    plain = Learning(keep_best=0)
+    plain = Learning(checkpoints=Checkpoints(keep_best=0))
     plain.train((X, Y), **data)
 
     found = results_of(tmp_path)
@@ -250,7 +252,7 @@ def test_the_best_survive_a_restart(tmp_path):
     def kept(model_dir, *targets):
         for steps in targets:
             keras.utils.set_random_seed(0)
-            Learning(model_dir=model_dir, checkpoint_interval=2).train(
+            Learning(model_dir=model_dir, checkpoints=Checkpoints(keep_best=2, interval=2)).train(
                 (X, Y), steps=steps, global_batch=4, eval_data=(X, Y), eval_interval=2
             )
         return {
@@ -263,7 +265,9 @@ def test_the_best_survive_a_restart(tmp_path):
 
 def test_a_run_whose_evaluations_lack_the_metric_does_not_begin(tmp_path):
     """The names of the results are known before the first step."""
-    trainer = Learning(model_dir=tmp_path, best_metric="accuracy")
+    trainer = Learning(
+        model_dir=tmp_path, checkpoints=Checkpoints(keep_best=2, best_metric="accuracy")
+    )
     with pytest.raises(ValueError, match="but the results are loss, error"):
         trainer.train((X, Y), steps=3, global_batch=4, eval_data=(X, Y))
 
@@ -275,7 +279,7 @@ def test_nothing_is_kept_without_being_asked_for(tmp_path):
     Linear(model_dir=tmp_path / "a", verbose=False).train(
         slopes(1.0), steps=1, global_batch=1, eval_data=slopes(1.0)
     )
-    trainer = Linear(model_dir=tmp_path / "b", keep_best=1, verbose=False)
+    trainer = Linear(model_dir=tmp_path / "b", checkpoints=Checkpoints(keep_best=1), verbose=False)
     with pytest.raises(ValueError, match="eval_data") as error:
         trainer.train(slopes(1.0), steps=1, global_batch=1)
 
@@ -305,7 +309,7 @@ def test_a_module_is_kept_as_its_variables(tmp_path):
         def compute_loss(self, batch, training):
             return self.model(batch["x"])[:, 0] * batch["slope"]
 
-    trainer = OfModule(model_dir=tmp_path, keep_best=1, verbose=False)
+    trainer = OfModule(model_dir=tmp_path, checkpoints=Checkpoints(keep_best=1), verbose=False)
     trainer.train(slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0))
     path = tmp_path / "best" / "step-2"
     again = Module()

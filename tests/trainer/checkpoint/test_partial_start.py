@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, copies
 
+from trainer import Checkpoints
 from trainer.checkpoint.partial_start import named
 
 pytestmark = pytest.mark.filterwarnings(
@@ -58,7 +59,7 @@ def old(tmp_path_factory):
     """A short run with a head of 1."""
     keras.utils.set_random_seed(0)
     path = tmp_path_factory.mktemp("old")
-    trainer = Named(model_dir=path / "run", keep_best=1, seed=3)
+    trainer = Named(model_dir=path / "run", checkpoints=Checkpoints(keep_best=1), seed=3)
     trainer.train(DATA, steps=3, global_batch=4, eval_data=DATA)
     trainer.model.save_weights(path / "some.weights.h5")
     return path, trainer.by_name()
@@ -94,7 +95,9 @@ def test_all_but_some_weights_are_loaded(old, arguments, skip, fresh):
     """
     path, weights = old
     keras.utils.set_random_seed(1)
-    new = Named(**arguments, init_from=path / "run", init_from_skip=skip, seed=9).started()
+    new = Named(
+        **arguments, checkpoints=Checkpoints(init_from=path / "run", init_from_skip=skip), seed=9
+    ).started()
     if skip == ["kernel$"]:
         weights = {name: value for name, value in weights.items() if "kernel" not in name}
         found = {name: value for name, value in new.by_name().items() if name in weights}
@@ -114,7 +117,9 @@ def test_a_part_of_the_saved_model_is_enough(old):
         def build_model(self):
             return keras.Sequential(super().build_model().layers[:-1])
 
-    new = Headless(init_from=path / "run", init_from_skip=["head"]).started()
+    new = Headless(
+        checkpoints=Checkpoints(init_from=path / "run", init_from_skip=["head"])
+    ).started()
     check_loaded(new, weights, [])
 
 
@@ -122,7 +127,9 @@ def test_every_replica_gets_the_weights(old, mirrored):
     """Also layers' statistics."""
     path, weights = old
     new = Named(
-        classes=2, init_from=path / "run", init_from_skip=["head/"], strategy=mirrored(2)
+        classes=2,
+        checkpoints=Checkpoints(init_from=path / "run", init_from_skip=["head/"]),
+        strategy=mirrored(2),
     ).started()
     for variable in new.model.weights:
         name = "/".join(variable.path.split("/")[-2:])
@@ -160,7 +167,9 @@ def test_every_replica_gets_the_weights(old, mirrored):
 def test_what_is_not_left_out_must_fit(old, arguments, skip, message):
     """Nothing is left at its initial value without a word, and nothing is loaded before the error."""
     path, _ = old
-    trainer = Named(**arguments, init_from=path / "run", init_from_skip=skip)
+    trainer = Named(
+        **arguments, checkpoints=Checkpoints(init_from=path / "run", init_from_skip=skip)
+    )
     with pytest.raises(ValueError, match=r"init_from_skip") as error:
         trainer.started()
 
@@ -180,7 +189,9 @@ def test_a_saved_weight_without_a_place_is_named(old):
         "'head/kernel' is one of 2."
     )
     with pytest.raises(ValueError, match=expected):
-        Headless(init_from=path / "run", init_from_skip=["body/"]).started()
+        Headless(
+            checkpoints=Checkpoints(init_from=path / "run", init_from_skip=["body/"])
+        ).started()
 
 
 @pytest.mark.parametrize("what", ["some.weights.h5", "run/best/step-3"])
@@ -188,7 +199,7 @@ def test_a_file_of_keras_weights_is_refused(old, what):
     """The error names Keras's own way."""
     path, _ = old
     with pytest.raises(ValueError, match=r"call model\.load_weights\(path, skip_mismatch=True\)"):
-        Named(init_from=path / what, init_from_skip=["head/"]).started()
+        Named(checkpoints=Checkpoints(init_from=path / what, init_from_skip=["head/"])).started()
 
 
 def test_two_weights_of_one_name_are_refused():

@@ -17,7 +17,7 @@ from access import untuned
 from helpers import Linear, copies, slopes
 
 import scaling
-from trainer import Trainer
+from trainer import Checkpoints, Trainer
 from trainer.base.atomic_files import begin_folder
 from trainer.checkpoint import CheckpointError, folder, saver
 from trainer.log.writers import RunWriters
@@ -264,7 +264,7 @@ class Counted(Linear):
 
     def __init__(self, names, **arguments):
         """Takes the names of the metrics."""
-        super().__init__(verbose=False, checkpoint_interval=2, **arguments)
+        super().__init__(verbose=False, checkpoints=Checkpoints(interval=2), **arguments)
         self.names = names
 
     def build_metrics(self):
@@ -313,9 +313,9 @@ def steps_saved(model_dir):
 
 
 def test_checkpoints_come_at_their_interval(tmp_path):
-    """One every `checkpoint_interval` steps, for any `steps_per_loop`, and one at the end."""
-    arguments = {"model_dir": tmp_path, "checkpoint_interval": 3, "verbose": False}
-    trainer = Linear(steps_per_loop=2, max_to_keep=3, **arguments)
+    """One every `interval` steps, for any `steps_per_loop`, and one at the end."""
+    arguments = {"model_dir": tmp_path, "checkpoints": Checkpoints(interval=3), "verbose": False}
+    trainer = Linear(steps_per_loop=2, checkpoints=Checkpoints(max_to_keep=3), **arguments)
     seen = []
     trainer.on_loop_end = lambda step: seen.append((step, steps_saved(tmp_path)))
     trainer.train(slopes(1.0), steps=11, global_batch=1)
@@ -359,7 +359,7 @@ def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
     """A cell of a notebook that is run again, with the trainer from before."""
 
     def made():
-        return Linear(model_dir=tmp_path, verbose=False, max_to_keep=2)
+        return Linear(model_dir=tmp_path, verbose=False, checkpoints=Checkpoints(max_to_keep=2))
 
     data = slopes(*range(4))
     first, second = made(), made()
@@ -401,7 +401,7 @@ def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
     """
 
     def run(steps):
-        trainer = Linear(model_dir=tmp_path, max_to_keep=1, verbose=False)
+        trainer = Linear(model_dir=tmp_path, checkpoints=Checkpoints(max_to_keep=1), verbose=False)
         return trainer.train(slopes(1.0), steps=steps, global_batch=1), trainer
 
     run(2)
@@ -426,11 +426,11 @@ def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
 
 def test_a_renamed_checkpoint_is_skipped(tmp_path, caplog):
     """Its name would pass for a later step of the run."""
-    Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False).train(
+    Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False).train(
         slopes(1.0), steps=4, global_batch=1
     )
     (tmp_path / "ckpt-4").rename(tmp_path / "ckpt-9")
-    resumed = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
+    resumed = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False)
     resumed.train(slopes(1.0), steps=4, global_batch=1)
     assert resumed.totals.attempted == 4
     path = tmp_path / "ckpt-9"
@@ -439,7 +439,7 @@ def test_a_renamed_checkpoint_is_skipped(tmp_path, caplog):
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path):
     """Starting over would overwrite files that may still be recoverable."""
-    trainer = Linear(model_dir=tmp_path, checkpoint_interval=1, verbose=False)
+    trainer = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=1), verbose=False)
     trainer.train(slopes(1.0), steps=2, global_batch=1)
     for step in (1, 2):
         (tmp_path / f"ckpt-{step}" / "scale.index").unlink()
@@ -523,7 +523,7 @@ def test_a_worker_that_cannot_read_the_chiefs_choice_says_so(tmp_path):
 
 def test_rolling_back_removes_later_checkpoints(tmp_path):
     """Later checkpoints are removed once an earlier one is restored; without one, nothing happens."""
-    trainer = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
+    trainer = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False)
     trainer.train(slopes(1.0), steps=6, global_batch=1)
     checkpoints = access.checkpoints(trainer)
 
@@ -565,7 +565,7 @@ def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
             model_dir=tmp_path / name,
             strategy=strategy,
             steps_per_loop=2,
-            checkpoint_interval=2,
+            checkpoints=Checkpoints(interval=2),
             **arguments,
         )
         trainer.on_loop_end = lambda step: gone_on.set() if step == 4 else None
@@ -586,7 +586,7 @@ def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
     gone_on.clear()
     move_to_disk = saver.move_to_disk
     monkeypatch.setattr(saver, "move_to_disk", held)
-    in_thread = run("in_thread", async_checkpoint=True)
+    in_thread = run("in_thread", checkpoints=Checkpoints(background=True))
 
     assert seen == [[]]
     assert list(plain) == list(in_thread) == [2, 4]
@@ -653,9 +653,8 @@ def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
         4,
         monkeypatch,
         model_dir=tmp_path,
-        checkpoint_interval=2,
+        checkpoints=Checkpoints(interval=2, background=asynchronous),
         steps_per_loop=2,
-        async_checkpoint=asynchronous,
     )
     with pytest.raises(CheckpointError) as error:
         trainer.train(slopes(1.0), steps=10, global_batch=1)
@@ -674,7 +673,7 @@ def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
 
 def test_an_error_of_the_last_save_is_raised_by_train(tmp_path, monkeypatch):
     """`train` waits for the thread that writes the last checkpoint."""
-    trainer = Failing(3, monkeypatch, model_dir=tmp_path, async_checkpoint=True)
+    trainer = Failing(3, monkeypatch, model_dir=tmp_path, checkpoints=Checkpoints(background=True))
     with pytest.raises(CheckpointError) as error:
         trainer.train(slopes(1.0), steps=3, global_batch=1)
 
@@ -820,7 +819,7 @@ def test_an_error_waits_for_the_checkpoint_that_is_written(tmp_path, monkeypatch
         return commit(*arguments)
 
     monkeypatch.setattr(folder, "commit", slow)
-    settings = {"checkpoint_interval": 1, "steps_per_loop": 1, "async_checkpoint": True}
+    settings = {"checkpoints": Checkpoints(interval=1, background=True), "steps_per_loop": 1}
     trainer = Raising(model_dir=tmp_path, verbose=False, **settings)
 
     def take_two_steps():

@@ -11,6 +11,7 @@ import tensorflow as tf
 from helpers import Linear, copies, linear_model, slopes
 
 import scaling
+from trainer import Checkpoints
 from trainer.checkpoint import folder
 from trainer.checkpoint.warm_start import read_file
 
@@ -71,7 +72,7 @@ def old(tmp_path_factory):
     """A short run, evaluated and exported in every possible way."""
     keras.utils.set_random_seed(0)
     path = tmp_path_factory.mktemp("old")
-    trainer = Deep(model_dir=path / "run", checkpoint_interval=2, keep_best=1, seed=3)
+    trainer = Deep(model_dir=path / "run", checkpoints=Checkpoints(interval=2, keep_best=1), seed=3)
     trainer.train(DATA, steps=4, global_batch=4, eval_data=DATA)
     trainer.export(path / "plain.keras", averaged=False)
     trainer.model.save_weights(path / "some.weights.h5")
@@ -116,19 +117,23 @@ def test_only_the_weights_are_loaded(old, tmp_path, what):
             if variable.path in trained:
                 weights[place] = averages.pop(0).numpy()
         assert averages == []
-    new = Deep(model_dir=tmp_path / "new", init_from=path / what, seed=9).started()
+    new = Deep(
+        model_dir=tmp_path / "new", checkpoints=Checkpoints(init_from=path / what), seed=9
+    ).started()
 
     assert_only_weights(new, weights)
     assert int(access.state(new).random_seed.numpy()) == 9
-    assert evaluated(new) == evaluated(Deep(init_from=str(path / what), seed=10).started())
+    assert evaluated(new) == evaluated(
+        Deep(checkpoints=Checkpoints(init_from=str(path / what)), seed=10).started()
+    )
 
 
 def test_a_named_checkpoint_is_used_and_otherwise_the_newest(old):
     """A path to `ckpt-STEP` selects that checkpoint; a path to a run selects its newest."""
     path, _ = old
-    early = Deep(init_from=path / "run" / "ckpt-2").started().weights()
-    late = Deep(init_from=path / "run" / "ckpt-4").started().weights()
-    newest = Deep(init_from=path / "run").started().weights()
+    early = Deep(checkpoints=Checkpoints(init_from=path / "run" / "ckpt-2")).started().weights()
+    late = Deep(checkpoints=Checkpoints(init_from=path / "run" / "ckpt-4")).started().weights()
+    newest = Deep(checkpoints=Checkpoints(init_from=path / "run")).started().weights()
 
     assert all(np.array_equal(one, other) for one, other in zip(late, newest, strict=True))
     assert not any(np.array_equal(one, other) for one, other in zip(early, late, strict=True))
@@ -138,17 +143,19 @@ def test_a_named_checkpoint_is_used_and_otherwise_the_newest(old):
 def test_the_folder_of_a_best_model_is_accepted(old, tmp_path):
     """The folder of a Keras model or of a `tf.Module`."""
     path, _ = old
-    by_folder = Deep(init_from=path / "run" / "best" / "step-4").started()
-    by_file = Deep(init_from=path / "run" / "best" / "step-4" / "model.keras").started()
+    by_folder = Deep(checkpoints=Checkpoints(init_from=path / "run" / "best" / "step-4")).started()
+    by_file = Deep(
+        checkpoints=Checkpoints(init_from=path / "run" / "best" / "step-4" / "model.keras")
+    ).started()
     assert_only_weights(by_folder, by_file.weights())
 
     def make(**arguments):
         return OfModule(verbose=False, **arguments)
 
-    before = make(model_dir=tmp_path, keep_best=1)
+    before = make(model_dir=tmp_path, checkpoints=Checkpoints(keep_best=1))
     data = slopes(1.0, 2.0)
     before.train(data, steps=3, global_batch=2, eval_data=data)
-    after = make(init_from=tmp_path / "best" / "step-3")
+    after = make(checkpoints=Checkpoints(init_from=tmp_path / "best" / "step-3"))
     access.start(after, tf.nest.map_structure(tf.constant, data))
     assert after.model.weight.numpy().item() == before.model.weight.numpy().item() == -3.5
     assert after.model.fixed.numpy() == 7.0
@@ -188,11 +195,11 @@ class OfModule(Linear):
 
 def test_a_best_module_does_not_name_its_values(tmp_path):
     """So `init_from_skip` is refused, and the error says what to start from instead."""
-    OfModule(model_dir=tmp_path, keep_best=1, verbose=False).train(
+    OfModule(model_dir=tmp_path, checkpoints=Checkpoints(keep_best=1), verbose=False).train(
         slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0)
     )
     best = tmp_path / "best" / "step-2"
-    new = OfModule(init_from=best, init_from_skip=["fixed"], verbose=False)
+    new = OfModule(checkpoints=Checkpoints(init_from=best, init_from_skip=["fixed"]), verbose=False)
     with pytest.raises(ValueError, match="init_from_skip") as error:
         new.train(slopes(1.0), steps=1, global_batch=1)
 
@@ -225,7 +232,11 @@ def test_a_checkpoint_in_model_dir_takes_precedence(old, tmp_path):
     """The same command with `init_from` resumes its own run, even if the old run has been deleted."""
     path, _ = old
     shutil.copytree(path / "run" / "ckpt-2", tmp_path / "old")
-    arguments = {"model_dir": tmp_path / "new", "init_from": tmp_path / "old", "seed": 4}
+    arguments = {
+        "model_dir": tmp_path / "new",
+        "checkpoints": Checkpoints(init_from=tmp_path / "old"),
+        "seed": 4,
+    }
     first = Deep(**arguments)
     first.train(DATA, steps=3, global_batch=4)
     shutil.rmtree(tmp_path / "old")
@@ -243,7 +254,7 @@ def test_a_checkpoint_in_model_dir_takes_precedence(old, tmp_path):
 def test_weights_are_loaded_into_another_precision(old, precision, what):
     """Weights are float32 in every precision."""
     path, trainer = old
-    new = Deep(init_from=path / what, precision=precision).started()
+    new = Deep(checkpoints=Checkpoints(init_from=path / what), precision=precision).started()
 
     assert_only_weights(new, trainer.weights())
     assert new.model.layers[0].compute_dtype == precision.removeprefix("mixed_")
@@ -253,7 +264,7 @@ def test_weights_are_loaded_into_another_precision(old, precision, what):
 def test_every_replica_gets_the_weights(old, mirrored, what):
     """Each replica gets a copy, although the old run had one replica."""
     path, trainer = old
-    new = Deep(init_from=path / what, strategy=mirrored(2)).started()
+    new = Deep(checkpoints=Checkpoints(init_from=path / what), strategy=mirrored(2)).started()
 
     assert_only_weights(new, trainer.weights())
     for variable in new.model.weights:
@@ -278,7 +289,7 @@ def refused(trainer, argument="init_from"):
 def test_a_checkpoint_of_another_model_is_refused(old):
     """The error names the first variable that differs, with both shapes."""
     path, _ = old
-    message = refused(Wider(init_from=path / "run"))
+    message = refused(Wider(checkpoints=Checkpoints(init_from=path / "run")))
     names = r"sequential(_\d+)?/dense(_\d+)?/kernel"
 
     assert re.fullmatch(
@@ -302,7 +313,7 @@ def test_a_checkpoint_of_another_model_is_refused(old):
 def test_a_file_of_another_model_is_refused(old, what):
     """The error contains what Keras says, and what to do."""
     path, _ = old
-    message = refused(Wider(init_from=path / what))
+    message = refused(Wider(checkpoints=Checkpoints(init_from=path / what)))
     keras.utils.set_random_seed(0)
     with pytest.raises(ValueError, match="hape") as keras_says:
         Wider().started().model.load_weights(path / what)
@@ -330,7 +341,9 @@ class Headless(Deep):
 def test_a_file_of_a_larger_model_is_refused(old, mirrored, what, replicas):
     """Keras would load a part of it and say nothing."""
     path, _ = old
-    message = refused(Headless(init_from=path / what, strategy=mirrored(replicas)))
+    message = refused(
+        Headless(checkpoints=Checkpoints(init_from=path / what), strategy=mirrored(replicas))
+    )
 
     assert message == (
         f"`init_from` must be a file of weights that fit this model; got {str(path / what)!r}, "
@@ -381,7 +394,7 @@ def test_numbers_that_are_no_weights_may_be_in_a_file(old, tmp_path):
     whole.fit(ROWS, ROWS[:, :1], verbose=0)
     whole.save(tmp_path / "whole.keras")
 
-    new = Deep(init_from=tmp_path / "whole.keras").started()
+    new = Deep(checkpoints=Checkpoints(init_from=tmp_path / "whole.keras")).started()
     assert_only_weights(new, [variable.numpy() for variable in whole.weights])
 
 
@@ -389,7 +402,7 @@ def test_numbers_that_are_no_weights_may_be_in_a_file(old, tmp_path):
 def test_a_file_without_weights_is_refused(tmp_path, name):
     """Every kind of error that Keras raises is turned into ours."""
     (tmp_path / name).write_text("nonsense")
-    message = refused(Deep(init_from=tmp_path / name))
+    message = refused(Deep(checkpoints=Checkpoints(init_from=tmp_path / name)))
 
     assert message.startswith(
         f"`init_from` must be a file of weights that fit this model; got {str(tmp_path / name)!r}: "
@@ -412,8 +425,8 @@ def test_init_from_must_lead_to_weights(old, tmp_path):
         )
 
     for where in (tmp_path, tmp_path / "nowhere"):
-        assert refused(Deep(init_from=where)) == message_for(where)
-    module = OfModule(init_from=path / "plain.keras", verbose=False)
+        assert refused(Deep(checkpoints=Checkpoints(init_from=where))) == message_for(where)
+    module = OfModule(checkpoints=Checkpoints(init_from=path / "plain.keras"), verbose=False)
     with pytest.raises(ValueError, match="init_from") as error:
         module.train(slopes(1.0), steps=1, global_batch=1)
     assert str(error.value) == message_for(path / "plain.keras")
@@ -424,12 +437,14 @@ def test_damaged_checkpoints_are_not_used(old, tmp_path):
     path, _ = old
     run = shutil.copytree(path / "run", tmp_path / "run")
     (run / "ckpt-4" / "variables.index").write_bytes(b"")
-    early = Deep(init_from=path / "run" / "ckpt-2").started().weights()
-    for ours, theirs in zip(Deep(init_from=run).started().weights(), early, strict=True):
+    early = Deep(checkpoints=Checkpoints(init_from=path / "run" / "ckpt-2")).started().weights()
+    for ours, theirs in zip(
+        Deep(checkpoints=Checkpoints(init_from=run)).started().weights(), early, strict=True
+    ):
         assert ours.tobytes() == theirs.tobytes()
 
     size = (path / "run" / "ckpt-4" / "variables.index").stat().st_size
-    assert refused(Deep(init_from=run / "ckpt-4")) == (
+    assert refused(Deep(checkpoints=Checkpoints(init_from=run / "ckpt-4"))) == (
         "All checkpoints in `init_from` are damaged (1 found): "
         f"{run / 'ckpt-4' / 'variables.index'} has 0 bytes instead of {size}. There are no weights to "
         "start from. Repair the files, or use another init_from."
@@ -448,7 +463,11 @@ def test_the_old_run_may_have_another_optimizer(tmp_path):
         def build_model(self):
             return linear_model()
 
-    new = WithAdam(model_dir=tmp_path / "new", init_from=tmp_path / "old", verbose=False)
+    new = WithAdam(
+        model_dir=tmp_path / "new",
+        checkpoints=Checkpoints(init_from=tmp_path / "old"),
+        verbose=False,
+    )
     summary = new.train(slopes(1.0), steps=1, global_batch=1)
 
     assert (summary.step, summary.steps_run) == (1, 1)

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers import Linear, slopes
+from trainer import Monitoring
 from trainer.data.array_copies import ArrayCopies, is_constant, shuffled_indices
 
 
@@ -85,7 +86,9 @@ def test_new_arrays_in_every_call_begin_with_new_orders():
     """
     values, taken = 2.0 ** np.arange(4), []
     arrays = slopes(*values)
-    new, same = (Linear(verbose=False, check_gradients=False) for _ in range(2))
+    new, same = (
+        Linear(verbose=False, monitoring=Monitoring(check_gradients=False)) for _ in range(2)
+    )
     for step in range(1, 5):
         before = new.weight if step > 1 else 1.0
         new.train(slopes(*values), step, global_batch=1)

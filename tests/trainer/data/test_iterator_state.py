@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
+from trainer import Checkpoints
 from trainer.checkpoint import folder
 from trainer.data.batches import batches
 from trainer.data.iterator_state import DataPosition
@@ -314,8 +315,8 @@ def test_a_refused_pipeline_takes_no_step(tmp_path):
     assert list(tmp_path.glob("ckpt-*")) == []
     for arguments in (
         {},
-        {"model_dir": tmp_path / "skip", "data_resume": "skip"},
-        {"model_dir": tmp_path / "restart", "data_resume": "restart"},
+        {"model_dir": tmp_path / "skip", "checkpoints": Checkpoints(data_resume="skip")},
+        {"model_dir": tmp_path / "restart", "checkpoints": Checkpoints(data_resume="restart")},
     ):
         trainer = Traced(**arguments)
         trainer.train(from_python(), steps=3)
@@ -324,7 +325,7 @@ def test_a_refused_pipeline_takes_no_step(tmp_path):
 
 def resumed(model_dir, make, data_resume, stop=4, end=12):
     """The numbers that a run sees after it has been stopped and resumed."""
-    arguments = {"model_dir": model_dir, "data_resume": data_resume}
+    arguments = {"model_dir": model_dir, "checkpoints": Checkpoints(data_resume=data_resume)}
     Traced(**arguments).train(make(), steps=stop)
     trainer = Traced(**arguments)
     trainer.train(make(), steps=end)

@@ -5,14 +5,14 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
-from trainer import DataError
+from trainer import DataError, Monitoring
 from trainer.data import reader
 from trainer.data.batches import batches
 
 
 def error_of(data, steps=4, **arguments):
     """The message of the DataError that training on data raises."""
-    trainer = Linear(verbose=False, check_gradients=False, **arguments)
+    trainer = Linear(verbose=False, monitoring=Monitoring(check_gradients=False), **arguments)
     with pytest.raises(DataError) as error:
         trainer.train(data, steps=steps)
     return str(error.value)
@@ -81,7 +81,7 @@ def test_evaluation_of_endless_data_ends(monkeypatch):
         while True:
             yield slopes(1, 1)
 
-    trainer = Linear(verbose=False, check_gradients=False)
+    trainer = Linear(verbose=False, monitoring=Monitoring(check_gradients=False))
     with pytest.raises(tf.errors.InvalidArgumentError, match="`data` must end"):
         trainer.evaluate(endless)
     once = iter([slopes(1, 1)] * 2)
@@ -93,7 +93,7 @@ def test_evaluation_of_endless_data_ends(monkeypatch):
 def test_a_second_call_goes_on():
     """Two calls of train on one generator use each of its batches once."""
     data = (slopes(slope, slope) for slope in (1, 2, 4, 8))
-    trainer = Linear(verbose=False, check_gradients=False)
+    trainer = Linear(verbose=False, monitoring=Monitoring(check_gradients=False))
     trainer.train(data, steps=2)
     trainer.train(data, steps=4)
 

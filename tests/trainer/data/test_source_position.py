@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
+from trainer import Checkpoints, Monitoring
 from trainer.data.batches import batches
 from trainer.data.source_position import decode, encode, position_in
 
@@ -35,7 +36,12 @@ def test_a_generator_cannot_be_resumed(tmp_path, caplog):
     """It is said at the start and refused on resume; a new one may be skipped."""
 
     def train(data, steps, **arguments):
-        trainer = Linear(model_dir=tmp_path, verbose=False, check_gradients=False, **arguments)
+        trainer = Linear(
+            model_dir=tmp_path,
+            verbose=False,
+            monitoring=Monitoring(check_gradients=False),
+            **arguments,
+        )
         trainer.train(data, steps=steps)
         return trainer.weight
 
@@ -46,7 +52,7 @@ def test_a_generator_cannot_be_resumed(tmp_path, caplog):
     assert "`train_data` (generator) can be read only once" in caplog.text
     with pytest.raises(ValueError, match="`train_data` must be readable again"):
         train(generate(), 3)
-    assert train(generate(), 3, data_resume="skip") == 1 - (1 + 2 + 4)
+    assert train(generate(), 3, checkpoints=Checkpoints(data_resume="skip")) == 1 - (1 + 2 + 4)
 
 
 def test_other_batches_are_refused(tmp_path, caplog):

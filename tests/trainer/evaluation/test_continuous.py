@@ -15,6 +15,7 @@ import pytest
 from followed_run import DATA, HELD_OUT, Followed, Running, validation
 from tensorflow.python.summary.summary_iterator import summary_iterator
 
+from trainer import Checkpoints
 from trainer.checkpoint import folder
 from trainer.evaluation import continuous
 from trainer.report.reading import read_run
@@ -36,7 +37,10 @@ def finished(tmp_path_factory):
     """The folder of a run that has ended, with all its checkpoints."""
     path = tmp_path_factory.mktemp("finished") / "run"
     trainer = Running(
-        model_dir=path, seed=3, checkpoint_interval=2, max_to_keep=None, steps_per_loop=2
+        model_dir=path,
+        seed=3,
+        checkpoints=Checkpoints(interval=2, max_to_keep=None),
+        steps_per_loop=2,
     )
     trainer.train(DATA, steps=14, global_batch=16, eval_data=HELD_OUT, eval_interval=2)
     return path
@@ -74,7 +78,7 @@ def test_every_checkpoint_is_evaluated_once_to_the_bit(run):
     """
     before, expected = files(run), validation(run)
     (run / "ckpt-99.tmp").mkdir()  # the run may be writing it
-    trainer = evaluator(run, keep_best=2)
+    trainer = evaluator(run, checkpoints=Checkpoints(keep_best=2))
     results = follow(trainer)
     events = [
         (value.tag, event.step)

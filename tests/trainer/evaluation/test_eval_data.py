@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 from tensorflow.python.summary.summary_iterator import summary_iterator
 
+from trainer import Checkpoints
 from trainer.evaluation.eval_data import is_named
 from trainer.report.reading import read_run
 from trainer.report.writing import write_report
@@ -37,7 +38,9 @@ def test_several_data_sets_have_results_by_name(tmp_path):
             seen.append((step, results))
 
     trainer = Seeing(
-        model_dir=tmp_path, keep_best=1, best_metric="b/loss", best_is="highest", verbose=False
+        model_dir=tmp_path,
+        checkpoints=Checkpoints(keep_best=1, best_metric="b/loss", best_is="highest"),
+        verbose=False,
     )
     data = {"a": slopes(3.0, 5.0), "b": stored(1.0, 1.0)}
     schedule = {"eval_interval": 2, "evaluate_at_start": True}

@@ -8,7 +8,7 @@ import tensorflow as tf
 from access import untuned
 from helpers import Linear, linear_model, slopes
 
-from trainer import Trainer
+from trainer import Checkpoints, Trainer, Updates
 
 pytestmark = pytest.mark.sampled
 
@@ -336,12 +336,12 @@ def test_results_of_a_folder_without_a_checkpoint_are_said_to_be_untrained(
     assert said() == []  # nobody asked for a run
     classifier(model_dir=tmp_path).train((X, Y), steps=2, global_batch=11)
     assert said(model_dir=tmp_path) == []
-    assert said(model_dir=tmp_path / "new", init_from=tmp_path) == []
+    assert said(model_dir=tmp_path / "new", checkpoints=Checkpoints(init_from=tmp_path)) == []
 
 
 def test_an_average_without_its_optimizer_is_refused(tmp_path):
     """L21: the raw weights do not silently take the place of the average."""
-    Linear(ema_momentum=0.5, model_dir=tmp_path, verbose=False).train(
+    Linear(updates=Updates(ema_momentum=0.5), model_dir=tmp_path, verbose=False).train(
         slopes(1.0), steps=3, global_batch=1
     )
     trainer = Trainer(
@@ -367,7 +367,9 @@ def test_an_evaluator_follows_a_live_run(mirrored, tmp_path, replicas):
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     data = slopes(*[1.0] * replicas)
-    live = Linear(model_dir=tmp_path, strategy=strategy, verbose=False, max_to_keep=1)
+    live = Linear(
+        model_dir=tmp_path, strategy=strategy, verbose=False, checkpoints=Checkpoints(max_to_keep=1)
+    )
     follower = Linear(model_dir=tmp_path, strategy=strategy, verbose=False)
     unfinished = tmp_path / "ckpt-9.tmp"
     found, reads = [], []

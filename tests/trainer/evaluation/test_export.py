@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import Trainer
+from trainer import Checkpoints, Trainer, Updates
 from trainer.evaluation.export import difference, export
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
@@ -100,7 +100,7 @@ def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
 @pytest.mark.slow
 def test_a_mirrored_model_is_exported_with_its_average(mirrored, tmp_path):
     """A SavedModel of a mirrored model holds plain variables with the averaged weights."""
-    run = trained(strategy=mirrored(2), ema_momentum=0.5)
+    run = trained(strategy=mirrored(2), updates=Updates(ema_momentum=0.5))
     run.export(tmp_path / "average", compare_on=X)
     run.export(tmp_path / "plain", averaged=False, compare_on=X)
     average, plain = (loaded(tmp_path / name)[1] for name in ("average", "plain"))
@@ -349,10 +349,12 @@ def test_kept_models_that_do_not_come_back_are_warned_of(make, text, tmp_path, c
     def trainer(**arguments):
         return Trainer(model=model, optimizer="sgd", loss_fn="mse", verbose=False, **arguments)
 
-    first = trainer(model_dir=tmp_path, keep_best=1)
+    first = trainer(model_dir=tmp_path, checkpoints=Checkpoints(keep_best=1))
     first.train((x, x), steps=2, global_batch=16, eval_data=(x, x), eval_interval=2)
     assert text in caplog.text
-    second = trainer(init_from=tmp_path / "best" / "step-2" / "model.keras")
+    second = trainer(
+        checkpoints=Checkpoints(init_from=tmp_path / "best" / "step-2" / "model.keras")
+    )
     found, expected = (each.evaluate((x, x), global_batch=16)["loss"] for each in (second, first))
     assert found == pytest.approx(expected, rel=1e-2)
 

@@ -215,7 +215,7 @@ def test_a_prediction_in_another_thread_undoes_no_step():
             optimizer=lambda: keras.optimizers.SGD(0.01),
             loss_fn="mse",
             steps_per_loop=1,
-            actions=actions,
+            callbacks=actions,
             verbose=False,
         )
         trainer.predict(x, global_batch=4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scaling.telemetry.float8_record import read_float8_record
 from scaling.telemetry.simulate_float8 import compare_float8
-from trainer import Trainer, convert_to_float8
+from trainer import Monitoring, Trainer, convert_to_float8
 from trainer.log.float8_lines import float8_line, saturates
 from trainer.step.float8 import FORMATS, Float8Tensor
 from trainer.step.report import StepReport
@@ -115,7 +115,7 @@ def test_a_run_writes_a_line_at_each_interval(tmp_path, record_gradients):
         verbose=False,
         jit_compile=False,
         model_dir=tmp_path,
-        record_gradients=record_gradients,
+        monitoring=Monitoring(record_gradients=record_gradients),
         steps_per_loop=2,
         log_interval=2,
     )

@@ -13,7 +13,7 @@ from helpers import STEEP, Linear, overflowing, slopes
 import scaling
 from scaling.telemetry.record import read_record
 from scaling.telemetry.simulate_rules import best_fixed_scale
-from trainer import StepReport, Totals
+from trainer import Checkpoints, Monitoring, Skips, StepReport, Totals
 from trainer.log.run_log import RunLog
 
 # A log line; the group leaves out what depends on the machine.
@@ -95,7 +95,7 @@ def test_every_step_can_have_a_log_line(tmp_path):
         model_dir=tmp_path / "a" / "b",
         steps_per_loop=1,
         log_interval=1,
-        max_consecutive_skips=4,
+        skips=Skips(max_consecutive=4),
         verbose=False,
     )
     arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
@@ -110,8 +110,8 @@ def test_retried_steps_leave_a_line(tmp_path):
     trainer = Linear(
         precision="mixed_float16",
         loss_scale=scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17),
-        on_overflow="retry",
-        record_gradients=True,
+        skips=Skips(on_overflow="retry"),
+        monitoring=Monitoring(record_gradients=True),
         jit_compile=False,
         model_dir=tmp_path,
         verbose=False,
@@ -190,7 +190,9 @@ def test_the_time_spent_waiting_for_data_is_measured(capsys):
             return super().compute_loss(batch, training) + 0.0 * work[0, 0]
 
     def share(dataset):
-        trainer = Working(steps_per_loop=4, log_interval=8, data_resume="restart")
+        trainer = Working(
+            steps_per_loop=4, log_interval=8, checkpoints=Checkpoints(data_resume="restart")
+        )
         trainer.train(dataset, steps=16)
         return int(re.findall(r"(\d+)% waiting for data", capsys.readouterr().out)[-1])
 

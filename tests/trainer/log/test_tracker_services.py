@@ -11,7 +11,7 @@ import math
 import pytest
 from helpers import Linear, slopes
 
-from trainer import AimTracker, MLflowTracker, WandbTracker
+from trainer import AimTracker, MLflowTracker, Monitoring, WandbTracker
 from trainer.log.tracker_services import make_tracker, named
 
 ARRAYS = slopes(1.0)
@@ -20,7 +20,12 @@ ARRAYS = slopes(1.0)
 def train_twice(tracker_of, folder, between=id):
     """Trains two steps, resumes in a new trainer for two more; returns the last summary."""
     for steps in (2, 4):
-        settings = {"log_interval": 2, "verbose": False, "seed": 0, "trackers": [tracker_of()]}
+        settings = {
+            "log_interval": 2,
+            "verbose": False,
+            "seed": 0,
+            "monitoring": Monitoring(trackers=[tracker_of()]),
+        }
         trainer = Linear(model_dir=folder / "digits", **settings)
         summary = trainer.train(ARRAYS, steps=steps, global_batch=1, eval_data=ARRAYS)
         between(trainer.trackers[0])

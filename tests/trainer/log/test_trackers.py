@@ -7,7 +7,7 @@ import math
 import pytest
 from helpers import Linear, slopes
 
-from trainer import TrackedRun, Tracker
+from trainer import Monitoring, TrackedRun, Tracker
 from trainer.log.trackers import check_installed
 
 
@@ -39,7 +39,7 @@ class Notes:
 def tracked(notes, folder=None, **arguments):
     """A trainer with a log line after every two steps."""
     settings = {"log_interval": 2, "verbose": False, "seed": 0} | arguments
-    return Linear(model_dir=folder, trackers=[notes], **settings)
+    return Linear(model_dir=folder, monitoring=Monitoring(trackers=[notes]), **settings)
 
 
 @pytest.mark.thorough
@@ -53,7 +53,9 @@ def test_trackers_get_the_numbers_of_the_log(tmp_path):
     trainer.train(arrays, steps=2, global_batch=1, eval_data=arrays)
     trainer.train(arrays, steps=4, global_batch=1)
     history = tracked(second, folder).train(arrays, steps=6, global_batch=1).history
-    Linear(trackers=[other], log_interval=2, verbose=False).train(arrays, steps=2, global_batch=1)
+    Linear(monitoring=Monitoring(trackers=[other]), log_interval=2, verbose=False).train(
+        arrays, steps=2, global_batch=1
+    )
 
     loss = history["loss"].tolist()
     assert first.calls == [
@@ -77,7 +79,7 @@ def test_a_tracker_that_cannot_begin_leaves_none_open():
             raise ConnectionError("no route to host")
 
     notes, never = Notes(), Notes()
-    trainer = Linear(trackers=[notes, Unreachable(), never], verbose=False)
+    trainer = Linear(monitoring=Monitoring(trackers=[notes, Unreachable(), never]), verbose=False)
     with pytest.raises(ConnectionError, match="no route to host"):
         trainer.train(slopes(1.0), steps=2, global_batch=1)
     assert notes.calls == [("begin", 0, None), ("end", "failed")]
@@ -111,7 +113,7 @@ def test_a_tracker_is_told_how_a_run_ended(stops):
                 raise RuntimeError("broken")
 
     notes = Notes()
-    trainer = Ending(trackers=[notes], steps_per_loop=1, verbose=False)
+    trainer = Ending(monitoring=Monitoring(trackers=[notes]), steps_per_loop=1, verbose=False)
     if stops:
         trainer.train(slopes(1.0), steps=3, global_batch=1)
     else:
@@ -148,7 +150,7 @@ def test_a_tracker_is_told_how_a_run_ended(stops):
 def test_trackers_are_checked(trackers, kind, message):
     """Only a list of trackers and known names is accepted."""
     with pytest.raises(kind) as error:
-        Linear(trackers=trackers, verbose=False)
+        Linear(monitoring=Monitoring(trackers=trackers), verbose=False)
 
     assert str(error.value) == message
 

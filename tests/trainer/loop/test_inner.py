@@ -189,7 +189,7 @@ def weights(folder, strategy, stops):
             model=model, optimizer=lambda: keras.optimizers.Adam(0.01), strategy=strategy,
             loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True), seed=1,
             metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
-            num_microbatches=2, model_dir=folder, max_overflow_records=0, verbose=False)
+            num_microbatches=2, model_dir=folder, verbose=False)
         trainer.train(data, steps=steps, global_batch=12, eval_data=data)
     trainer.predict(data[0], global_batch=12)
     return b"".join(variable.numpy().tobytes() for variable in trainer.model.variables)

@@ -92,7 +92,7 @@ def test_a_killed_worker_is_restarted(launched, tmp_path):
         ROOT / "examples" / "digits.py",
         "--strategy=parameter_server",
         f"--model_dir={tmp_path / 'run'}",
-        "--checkpoint_interval=100",
+        "--checkpoints.interval=100",
         "--steps_per_loop=50",
     )
     wait_until((tmp_path / "run" / "ckpt-100").exists, job)
@@ -116,7 +116,7 @@ def digits_in(launched, tmp_path):
         ROOT / "examples" / "digits.py",
         "--strategy=parameter_server",
         f"--model_dir={tmp_path / 'run'}",
-        "--checkpoint_interval=40",
+        "--checkpoints.interval=40",
         "--steps_per_loop=20",
         "--steps=100000",
     )

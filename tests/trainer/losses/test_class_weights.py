@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Trainer
+from trainer import Losses, Trainer
 from trainer.losses.class_weights import check_class_weight, class_factors
 
 RNG = np.random.default_rng(5)
@@ -48,7 +48,7 @@ def test_weights_of_classes_are_keras_s(mirrored, kind, replicas):
         model=lambda: dense(units),
         optimizer=lambda: keras.optimizers.SGD(0.5),
         loss_fn=loss,
-        class_weight=WEIGHTS,
+        losses=Losses(class_weight=WEIGHTS),
         strategy=mirrored(replicas) if replicas > 1 else "default",
         verbose=False,
     )

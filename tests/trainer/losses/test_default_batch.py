@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import linear_model
 
-from trainer import Trainer
+from trainer import Monitoring, Trainer
 from trainer.losses.default_batch import (
     check_inputs,
     described,
@@ -21,7 +21,9 @@ ONE = np.ones([4, 1], np.float32)
 def made(**arguments):
     """A trainer of a model with one input."""
     arguments = {"model": linear_model, "optimizer": "sgd", "loss_fn": "mse"} | arguments
-    return Trainer(verbose=False, check_gradients=False, jit_compile=False, **arguments)
+    return Trainer(
+        verbose=False, monitoring=Monitoring(check_gradients=False), jit_compile=False, **arguments
+    )
 
 
 CALLS = {

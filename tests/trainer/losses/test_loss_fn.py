@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies
-from trainer import Trainer
+from trainer import Monitoring, Trainer
 from trainer.losses.loss_fn import (
     check_loss_fn,
     check_reduction,
@@ -294,7 +294,7 @@ AXES = (
     "which includes the examples. "
     + COUPLED
     + " Pass a loss with the other dimensions as its axis, "
-    'for example keras.losses.Dice(axis=(1, 2, 3)) for images; or loss_reduction="global", which '
+    'for example keras.losses.Dice(axis=(1, 2, 3)) for images; or Losses(reduction="global"), which '
     "computes the loss on the whole batch."
 )
 
@@ -320,7 +320,7 @@ AXES = (
                 loss,
                 f"`loss_fn` must give each example its own loss; got {name}, which compares the "
                 f"examples of a batch with each other. {COUPLED} Pass "
-                'loss_reduction="global", which computes the loss on the whole batch.',
+                'Losses(reduction="global"): the loss of the whole batch.',
             )
             for loss, name in [(LOSSES.Circle(), "Circle"), (LOSSES.circle, "circle")]
         ],
@@ -395,7 +395,7 @@ PROBABILITIES = tf.fill([4, 3], 1 / 3)
             "`loss_fn` must give each example its own loss; got mean_of_batch, which returned shape "
             "(). A mean over this replica's share would not add up to the mean over the global batch. "
             "Leave out the mean or sum over the first dimension; or pass "
-            'loss_reduction="global" if the loss compares the examples with each other.',
+            'Losses(reduction="global") if it compares the examples with each other.',
         ),
         (
             LOSSES.Dice(axis=(-2, -1)),
@@ -685,7 +685,7 @@ def test_trying_a_loss_does_not_move_its_variables():
         model=linear_model,
         optimizer="sgd",
         loss_fn=loss,
-        check_gradients=False,
+        monitoring=Monitoring(check_gradients=False),
         jit_compile=False,
         verbose=False,
     )

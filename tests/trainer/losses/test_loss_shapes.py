@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import linear_model
 
-from trainer import Trainer
+from trainer import Monitoring, Trainer
 from trainer.losses.loss_fn import example_losses
 from trainer.losses.loss_shapes import CLASSES, is_elementwise
 
@@ -100,7 +100,7 @@ def test_labels_whose_width_only_the_batch_shows(jit_compile, width, fits):
         optimizer="sgd",
         loss_fn="mse",
         verbose=False,
-        check_gradients=False,
+        monitoring=Monitoring(check_gradients=False),
         jit_compile=jit_compile,
     )
     if fits:

@@ -280,7 +280,7 @@ def test_metrics_that_make_their_variables_late(metric, replicas, mirrored, tmp_
     score = whole.train((x, y), 3, **data).history["score"][-1]
     settings = {"strategy": mirrored(replicas), "model_dir": tmp_path, "log_interval": 3}
     stopping = Action(lambda trainer: trainer.stop(), every_steps=2)
-    lazy_trainer(metric, actions=[stopping], **settings).train((x, y), 3, **data)
+    lazy_trainer(metric, callbacks=[stopping], **settings).train((x, y), 3, **data)
     resumed = lazy_trainer(metric, **settings)
     plain = LAZY[metric]()
     plain.update_state(y, whole.predict(x, **data))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Trainer
+from trainer import Losses, Monitoring, Trainer
 from trainer.losses.output_losses import OutputLosses
 
 RNG = np.random.default_rng(4)
@@ -53,7 +53,7 @@ def test_losses_of_outputs_are_keras_s(mirrored, kind, weights, replicas):
         model=lambda: two_heads(kind),
         optimizer=lambda: keras.optimizers.SGD(0.5),
         loss_fn=form(LOSSES),
-        loss_weights=weights,
+        losses=Losses(weights=weights),
         strategy=mirrored(replicas) if replicas > 1 else "default",
         verbose=False,
     )
@@ -69,7 +69,11 @@ def test_losses_of_outputs_are_keras_s(mirrored, kind, weights, replicas):
 def test_an_output_without_a_loss_is_left_out():
     """As in Keras, an output that no loss names needs no labels and does not count."""
     trainer = Trainer(
-        model=two_heads, optimizer="sgd", loss_fn={"a": "mse"}, check_gradients=False, verbose=False
+        model=two_heads,
+        optimizer="sgd",
+        loss_fn={"a": "mse"},
+        monitoring=Monitoring(check_gradients=False),
+        verbose=False,
     )
     before = trainer.model.get_layer("b_head").get_weights()[0]
     trainer.train((X, {"a": Y["a"]}), steps=1, global_batch=12)
@@ -245,7 +249,11 @@ def test_names_that_no_output_has_are_refused():
 def test_weights_of_tokens_of_one_output_are_refused():
     """Several outputs have one weight per example."""
     trainer = Trainer(
-        model=two_heads, optimizer="sgd", loss_fn=LOSSES, check_gradients=False, verbose=False
+        model=two_heads,
+        optimizer="sgd",
+        loss_fn=LOSSES,
+        monitoring=Monitoring(check_gradients=False),
+        verbose=False,
     )
     with pytest.raises(ValueError, match="`sample_weight` must be one tensor; got a dict"):
         trainer.train((X, Y, {"a": X[:, 0], "b": X[:, 0]}), steps=1, global_batch=12)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Trainer
+from trainer import Losses, Trainer
 
 RNG = np.random.default_rng(7)
 X = RNG.normal(size=[8, 3]).astype(np.float32)
@@ -34,7 +34,7 @@ def trainer_of(kind, metrics, **arguments):
         model=lambda: two_heads(kind),
         optimizer=lambda: keras.optimizers.SGD(0.5),
         loss_fn=LOSSES if kind is dict else [*LOSSES.values()],
-        loss_weights=WEIGHTS if kind is dict else [*WEIGHTS.values()],
+        losses=Losses(weights=WEIGHTS if kind is dict else [*WEIGHTS.values()]),
         metrics=metrics,
         verbose=False,
         **arguments,

@@ -9,7 +9,7 @@ from helpers import Linear, all_copies
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainer import DataError, Trainer
+from trainer import DataError, Monitoring, Trainer
 from trainer.losses.loss_shapes import name_of
 from trainer.losses.value_checks import LabelRange, in_range, label_ranges
 
@@ -30,7 +30,8 @@ def trainer_of(loss_fn="sparse_categorical_crossentropy", outputs=3, **arguments
         ),
         optimizer="adam",
         loss_fn=loss_fn,
-        **{"verbose": False, "check_data": True, "jit_compile": False} | arguments,
+        **{"verbose": False, "monitoring": Monitoring(check_data=True), "jit_compile": False}
+        | arguments,
     )
 
 
@@ -92,7 +93,7 @@ def test_weights_are_checked():
         model=lambda: keras.Sequential([keras.Input([4]), keras.layers.Dense(3)]),
         optimizer="adam",
         loss_fn="mse",
-        check_data=True,
+        monitoring=Monitoring(check_data=True),
         verbose=False,
     )
     message, steps = error_of(trainer, batches(ROWS, ROWS[:, :3], weights))
@@ -160,7 +161,13 @@ def test_each_of_several_outputs_has_its_own_range():
         return keras.Model(x, {"few": few, "many": many})
 
     losses = dict.fromkeys(("few", "many"), "sparse_categorical_crossentropy")
-    trainer = Trainer(model=model, optimizer="sgd", loss_fn=losses, check_data=True, verbose=False)
+    trainer = Trainer(
+        model=model,
+        optimizer="sgd",
+        loss_fn=losses,
+        monitoring=Monitoring(check_data=True),
+        verbose=False,
+    )
 
     def data(few, many):
         return batches(ROWS, {"few": few, "many": many})
@@ -193,7 +200,7 @@ def test_batches_of_dicts_and_of_ragged_tensors():
         one = {"x": tf.ones([2, 1]), "slope": tf.ones([2]), "more": more}
         return tf.data.Dataset.from_tensors(one)
 
-    trainer = Own(verbose=False, check_data=True, check_gradients=False)
+    trainer = Own(verbose=False, monitoring=Monitoring(check_data=True, check_gradients=False))
     assert trainer.train(data(3.0), 1).step == 1
     assert "numbers in part more of the batch; got" in error_of(trainer, data(np.inf), 3)[0]
 
@@ -223,7 +230,7 @@ def test_batches_of_a_program():
 def test_nothing_is_checked_by_default():
     """The traced step holds no operation for it."""
     for check_data, expected in ((False, False), (True, True)):
-        trainer = trainer_of(check_data=check_data)
+        trainer = trainer_of(monitoring=Monitoring(check_data=check_data))
         access.start(trainer, (ROWS, LABELS))
         data = batches(ROWS, LABELS).repeat()
         graph = access.steps(trainer).get_concrete_function(iter(data), tf.constant(1)).graph

@@ -43,7 +43,7 @@ SCRIPT = '''
     import keras
     import tensorflow as tf
     from absl import app, flags
-    from trainer import Trainer
+    from trainer import Skips, Trainer
     from trainer.flags import define_flags, make_trainer
 
 
@@ -73,7 +73,7 @@ SCRIPT = '''
 
 
     if __name__ == "__main__":
-        define_flags(steps=1, max_overflow_records=1)
+        define_flags(steps=1, skips=Skips(max_records=1))
         app.run(main)
 '''
 
@@ -85,7 +85,7 @@ def test_both_programs_name_the_planted_layer(tmp_path):
     """
     (tmp_path / "scripted.py").write_text(textwrap.dedent(SCRIPT))
     run = tmp_path / "run"
-    scale = "--precision=mixed_float16", "--initial_scale=1024"  # a rule that is made of two flags
+    scale = "--precision=mixed_float16", "--loss_scale=dynamic:initial_scale=1024"
     program(tmp_path, "scripted.py", f"--model_dir={run}", *scale)
     [kept] = (run / "overflows").iterdir()
     flags = f"--flagfile={run / 'flags.cfg'}"

@@ -9,6 +9,7 @@ import tensorflow as tf
 from access import untuned
 from helpers import Linear, slopes
 
+from trainer import Skips
 from trainer.replay.recorder import (
     bytes_in,
     copies_by_name,
@@ -22,7 +23,7 @@ ALTERNATING = slopes(1.0, np.inf)  # every second step is skipped
 
 def run(model_dir, steps=8, **arguments):
     """Trains in batches of one example; returns the records."""
-    settings = {"max_overflow_records": 2, "seed": 1, "verbose": False}
+    settings = {"skips": Skips(max_records=2), "seed": 1, "verbose": False}
     data = untuned(tf.data.Dataset.from_tensor_slices(ALTERNATING).batch(1))
     Linear(model_dir=model_dir, **settings | arguments).train(data, steps=steps)
     return sorted((model_dir / "overflows").iterdir())
@@ -61,13 +62,16 @@ def test_a_state_in_bfloat16_is_written_back(tmp_path):
 
 @pytest.mark.thorough
 def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
-    """A record that would be larger than `max_overflow_bytes` is not written."""
-    arguments = {"model_dir": tmp_path / "run", "verbose": False, "max_overflow_records": 9}
+    """A record that would be larger than `max_record_bytes` is not written."""
+    arguments = {"model_dir": tmp_path / "run", "verbose": False, "skips": Skips(max_records=9)}
     trainer = Linear(**arguments)
     trainer.train(slopes(np.inf, 1.0), steps=5, global_batch=2)
     assert [path.name for path in (tmp_path / "run" / "overflows").iterdir()] == ["step-00000001"]
 
-    small = Linear(**arguments | {"model_dir": tmp_path / "small", "max_overflow_bytes": 8})
+    small = Linear(
+        **arguments
+        | {"model_dir": tmp_path / "small", "skips": Skips(max_records=9, max_record_bytes=8)}
+    )
     small.train(slopes(np.inf, 1.0), steps=5, global_batch=2)
     assert not (tmp_path / "small" / "overflows").exists()
 
@@ -76,21 +80,21 @@ def test_a_record_that_is_too_large_is_reported(tmp_path, caplog):
     """The warning says how large it would have been."""
     with caplog.at_level("WARNING"):
         Linear(
-            model_dir=tmp_path, verbose=False, max_overflow_records=1, max_overflow_bytes=8
+            model_dir=tmp_path, verbose=False, skips=Skips(max_records=1, max_record_bytes=8)
         ).train(slopes(np.inf, 1.0), steps=1, global_batch=2)
 
     assert (
-        "The overflow at step 1 was not recorded: it needs 20 bytes, and max_overflow_bytes is 8."
+        "The overflow at step 1 was not recorded: it needs 20 bytes, and max_record_bytes is 8."
         in [record.getMessage() for record in caplog.records]
     )
 
 
 @pytest.mark.thorough
 def test_the_oldest_records_are_removed(tmp_path):
-    """All records together stay within `max_overflow_records` and `max_overflow_bytes`."""
+    """All records together stay within `max_records` and `max_record_bytes`."""
     records = run(tmp_path / "a")
     size = bytes_in(records[:1])
-    kept = run(tmp_path / "b", max_overflow_bytes=int(1.5 * size))
+    kept = run(tmp_path / "b", skips=Skips(max_record_bytes=int(1.5 * size)))
 
     assert names(records) == ["step-00000006", "step-00000008"]
     assert names(kept) == ["step-00000008"]

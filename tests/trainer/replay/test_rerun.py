@@ -12,7 +12,7 @@ from helpers import Linear, slopes
 
 import scaling
 from scaling import Cause
-from trainer import Trainer
+from trainer import Checkpoints, Skips, Trainer
 from trainer.replay.recorder import read_record
 
 
@@ -73,9 +73,9 @@ def record(tmp_path, kind, example=0, steps=8, **arguments):
     trainer = Layered(
         model_dir=tmp_path,
         verbose=False,
-        max_overflow_records=2,
+        skips=Skips(max_records=2),
         seed=1,
-        data_resume="restart",
+        checkpoints=Checkpoints(data_resume="restart"),
         **arguments,
     )
     trainer.train(data, steps=steps)
@@ -166,7 +166,7 @@ def test_a_plain_module_is_replayed_too(tmp_path):
             factor = tf.where(noise * batch["slope"] > 1.5, np.inf, 1.0)
             return self.model.weight * batch["slope"] * factor
 
-    arguments = {"verbose": False, "max_overflow_records": 9}
+    arguments = {"verbose": False, "skips": Skips(max_records=9)}
     data = untuned(tf.data.Dataset.from_tensor_slices(slopes(1.0, 3.0)).batch(1))
     Noisy(model_dir=tmp_path, **arguments).train(data, steps=20)
     records = sorted((tmp_path / "overflows").iterdir())
@@ -282,7 +282,7 @@ def test_no_innocent_layer_is_named(tmp_path, model, size, place):
         "verbose": False,
     }
     data = np.full([8, 4], size, np.float32), np.ones([8], np.float32)
-    trainer = Trainer(model_dir=tmp_path, max_overflow_records=1, **settings)
+    trainer = Trainer(model_dir=tmp_path, skips=Skips(max_records=1), **settings)
     trainer.train(data, steps=1, global_batch=8)
     replay = Trainer(**settings).replay(tmp_path / "overflows" / "step-00000001")
 

@@ -14,7 +14,7 @@ import written_run
 from helpers import Linear, slopes
 from written_run import GRADIENTS, SKIP, TRAIN, write_lines
 
-from trainer import TrainingStuckError
+from trainer import Monitoring, Skips, TrainingStuckError
 from trainer.report import write_report
 from trainer.report.canvas import Picture
 from trainer.report.page import data_url
@@ -95,8 +95,8 @@ def test_the_page_of_a_run_that_never_applied_a_step(tmp_path):
         model_dir=tmp_path,
         precision="mixed_float16",
         loss_scale=2.0**24,
-        max_consecutive_skips=3,
-        record_gradients=True,
+        skips=Skips(max_consecutive=3),
+        monitoring=Monitoring(record_gradients=True),
         log_interval=1,
         verbose=False,
     )

@@ -8,6 +8,7 @@ from helpers import STEEP, overflowing
 from written_run import TRAIN, write_lines
 
 from scaling.telemetry.record import read_record
+from trainer import Monitoring
 from trainer.report import facts, write_report
 from trainer.report.reading import read_run
 
@@ -15,7 +16,10 @@ from trainer.report.reading import read_run
 def test_a_real_run_has_a_report(tmp_path):
     """Every line that a trainer writes is read, and its gradient record covers the same steps."""
     trainer = overflowing(
-        model_dir=tmp_path, steps_per_loop=4, verbose=False, record_gradients=True
+        model_dir=tmp_path,
+        steps_per_loop=4,
+        verbose=False,
+        monitoring=Monitoring(record_gradients=True),
     )
     trainer.train(STEEP, steps=12, global_batch=4, eval_data=STEEP, eval_interval=12)
     run = read_run(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
-from trainer import Trainer
+from trainer import Checkpoints, Losses, Skips, Trainer
 from trainer.replay.recorder import FlightRecorder
 from trainer.run.build import check_items, recorded_settings
 from trainer.run.slots import optimizers_by_item
@@ -105,7 +105,7 @@ def test_a_run_can_be_stopped_from_any_thread(mirrored):
 @pytest.mark.parametrize("records", [0, 2])
 def test_steps_are_recorded_only_if_asked(tmp_path, records):
     """Without records there is no flight recorder, and the loop does not keep batches."""
-    trainer = started(Linear(model_dir=tmp_path, max_overflow_records=records, verbose=False))
+    trainer = started(Linear(model_dir=tmp_path, skips=Skips(max_records=records), verbose=False))
 
     assert isinstance(trainer._parts.recorder, FlightRecorder if records else type(None))
 
@@ -120,12 +120,12 @@ def test_the_settings_of_a_record_are_json_types():
         "num_microbatches": 2,
         "alternate_optimizers": False,
         "updates_per_step": {},
+        "reduce_dtype": None,
+        "reduce_bucket_bytes": None,
         "loss_scale": "fixed:loss_scale=1024.0",
         "rule": "FixedLossScale(loss_scale=1024.0)",
         "num_replicas": 1,
         "strategy": "default",
-        "reduce_dtype": None,
-        "reduce_bucket_bytes": None,
     }
     trainer = Linear(loss_scale=trainer.rule, strategy=trainer.strategy, verbose=False)
     settings = recorded_settings(trainer)
@@ -173,7 +173,11 @@ def test_names_in_a_checkpoint_do_not_change(tmp_path):
 def test_weights_of_another_run_are_taken_once(tmp_path):
     """`init_from` gives a new run its weights, and a resumed run ignores it."""
     Linear(model_dir=tmp_path / "old", verbose=False).train(slopes(1.0), steps=2, global_batch=1)
-    settings = {"init_from": tmp_path / "old", "model_dir": tmp_path / "new", "verbose": False}
+    settings = {
+        "checkpoints": Checkpoints(init_from=tmp_path / "old"),
+        "model_dir": tmp_path / "new",
+        "verbose": False,
+    }
     first = started(Linear(**settings))
     assert (first.weight, first.totals.attempted) == (-1.0, 0)
     first.train(slopes(1.0), steps=3, global_batch=1)
@@ -236,7 +240,7 @@ def test_a_loss_of_groups_of_examples_builds_its_model(late):
         model=lambda: keras.Sequential([*layers, keras.layers.Dense(3, "sigmoid")]),
         optimizer="sgd",
         loss_fn="mse",
-        loss_reduction="global",
+        losses=Losses(reduction="global"),
         metrics=[keras.metrics.F1Score("macro", threshold=0.5)] if late else [],
         verbose=False,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Action, Divergence, Trainer
+from trainer import Action, Divergence, Monitoring, Trainer, Updates
 from trainer.evaluation.ema_weights import evaluated_weights
 
 pytestmark = pytest.mark.sampled
@@ -261,7 +261,7 @@ def test_a_rollback_after_unfreezing(tmp_path):
         model=model,
         optimizer=adam,
         model_dir=tmp_path,
-        divergence=Divergence(loss_above=100.0, skip_data=True),
+        monitoring=Monitoring(divergence=Divergence(loss_above=100.0, skip_data=True)),
         log_interval=1,
         jit_compile=False,
         verbose=False,
@@ -363,7 +363,7 @@ def test_a_schedule_that_was_assigned_before_the_first_step(tmp_path):
 @pytest.mark.slow
 def test_settings_of_layers_and_optimizers_are_used():
     """What the traced step holds as numbers is traced again if it changes; nothing else is."""
-    trainer = trainer_of(ema_momentum=0.5)
+    trainer = trainer_of(updates=Updates(ema_momentum=0.5))
     train(trainer, 1)
     run_steps = access.steps(trainer)
     train(trainer, 2)
@@ -420,7 +420,7 @@ def test_a_change_during_training_is_refused():
 
     for change in (freeze, slow_down):
         with pytest.raises(ValueError, match="`train`"):
-            train(trainer_of(actions=[Action(change, every_steps=1)]), 3)
+            train(trainer_of(callbacks=[Action(change, every_steps=1)]), 3)
 
 
 class Beta:
@@ -623,7 +623,7 @@ def test_a_schedule_may_count_its_calls():
     schedule = Counted()
     trainer = trainer_of(
         optimizer=lambda: keras.optimizers.SGD(schedule),
-        actions=[Action(lambda _: schedule(1), every_steps=1)],
+        callbacks=[Action(lambda _: schedule(1), every_steps=1)],
     )
     assert max(train(trainer, 2)) > 0
     parts = trainer._parts

@@ -21,7 +21,9 @@ def test_a_trainer_says_where_it_stands_also_after_an_interruption(tmp_path):
     """The line has the step, the precision, the loss scale, the replicas and the folder. A trainer
     that was interrupted goes on at the next call.
     """
-    trainer = Linear(model_dir=tmp_path, verbose=False, actions=[Action(interrupt, every_steps=10)])
+    trainer = Linear(
+        model_dir=tmp_path, verbose=False, callbacks=[Action(interrupt, every_steps=10)]
+    )
     before = repr(trainer)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(DATA, steps=50, global_batch=2)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 
 import scaling
-from trainer import Trainer, TrainingStuckError, find_batch_size
+from trainer import Checkpoints, Skips, Trainer, TrainingStuckError, find_batch_size
 from trainer.step.rollback import read_copies, variables_in_reach
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
@@ -132,7 +132,11 @@ class WithEpochs(Linear):
         (lambda _: Linear(num_microbatches=3), slopes(1.0, 2.0), "must be at least"),
         (lambda _: WithEpochs(), shuffled().repeat(), "must have a known length"),
         (lambda folder: Linear(model_dir=folder), shuffled(), "seed"),
-        (lambda _: Linear(best_metric="auc"), slopes(1.0, 2.0), "`best_metric` must be a result"),
+        (
+            lambda _: Linear(checkpoints=Checkpoints(best_metric="auc")),
+            slopes(1.0, 2.0),
+            "`best_metric` must be a result",
+        ),
     ],
 )
 def test_what_train_refuses_at_once_a_dry_run_refuses(tmp_path, make, data, message):
@@ -164,7 +168,7 @@ def test_replicas_that_differ_are_found(mirrored):
 @pytest.mark.parametrize("ended", ["stopped", "stuck"])
 def test_a_run_that_has_ended_is_tried(ended):
     """After `stop`, or an error about skips, both take their steps; then nothing is changed."""
-    trainer = Linear(verbose=False, on_nonfinite_loss="raise")
+    trainer = Linear(verbose=False, skips=Skips(on_nonfinite_loss="raise"))
     trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
     if ended == "stopped":
         trainer.stop()

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, linear_model, slopes
 
-from trainer import Callback
+from trainer import Callback, Checkpoints
 from trainer.callbacks import EarlyStopping
 from trainer.checkpoint import folder
 from trainer.run.follow import adopt_compile_mode
@@ -40,7 +40,9 @@ def test_a_module_computes_as_in_the_run(tmp_path, model, asked, mode):
 def test_a_missing_best_metric_is_an_error(tmp_path):
     """It is one at the first checkpoint, when the names of the results are known."""
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=1, global_batch=1)
-    trainer = Linear(model_dir=tmp_path, best_metric="b/loss", verbose=False)
+    trainer = Linear(
+        model_dir=tmp_path, checkpoints=Checkpoints(best_metric="b/loss"), verbose=False
+    )
     with pytest.raises(ValueError, match="but the results are a/loss"):
         trainer.evaluate_continuously({"a": tf.data.Dataset.from_tensors(slopes(1.0))})
 
@@ -63,7 +65,7 @@ class Note(Callback):
 
 def test_callbacks_hear_of_evaluations(tmp_path, capsys):
     """They get the calls of a run's own evaluations, except those that act on training."""
-    settings = {"model_dir": tmp_path, "checkpoint_interval": 1}
+    settings = {"model_dir": tmp_path, "checkpoints": Checkpoints(interval=1)}
     Linear(**settings, verbose=False).train(slopes(1.0), steps=2, global_batch=1)
     note, stopping = Note(), EarlyStopping(mode="max")
     trainer = Linear(**settings, callbacks=[note, stopping])

@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 from plans import Pair, keras_model, plan_of
 
+from trainer import Losses, Monitoring
 from trainer.run import gradient_check
 from trainer.run.gradient_check import IN_FLOAT32, IN_HALF, check_gradients, differing
 
@@ -50,7 +51,7 @@ def test_another_gradient_is_refused(monkeypatch, checked_by):
     loop is refused, and the variable named.
     """
     wrong_by(monkeypatch, 1.01)
-    trainer = Linear(verbose=False, check_gradients=checked_by == "train")
+    trainer = Linear(verbose=False, monitoring=Monitoring(check_gradients=checked_by == "train"))
     begin = functools.partial(trainer.train, steps=1) if checked_by == "train" else trainer.dry_run
     with pytest.raises(ValueError, match=r"`compute_loss`.*/kernel'"):
         begin(slopes(1.0, 2.0), global_batch=2)
@@ -239,7 +240,7 @@ class Centered(Linear):
 
     def __init__(self, right, **arguments):
         """Takes whether the mean is that of the whole batch, or of a replica's share."""
-        super().__init__(loss_reduction="global", verbose=False, **arguments)
+        super().__init__(losses=Losses(reduction="global"), verbose=False, **arguments)
         self.right = right
 
     def compute_loss(self, batch, training):

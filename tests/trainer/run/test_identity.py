@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Trainer
+from trainer import Checkpoints, Losses, Monitoring, Skips, Trainer, Updates
 from trainer.checkpoint.compatibility import ARGUMENTS, LOGGED, check_same
 from trainer.checkpoint.saver import check_variables
 from trainer.data.batches import are_arrays, batches
@@ -230,27 +230,38 @@ CASES = {
         "optimizer",
     ),
     "the loss": (A, {"loss_fn": "mae"}, "loss"),
-    "`loss_weights`": (SEVERAL, SEVERAL | {"loss_weights": [2.0]}, "loss"),
-    "`class_weight`": (A, {"class_weight": {1: 2.0}}, "loss"),
+    "`Losses(weights=)`": (SEVERAL, SEVERAL | {"losses": Losses(weights=[2.0])}, "loss"),
+    "`Losses(class_weight=)`": (A, {"losses": Losses(class_weight={1: 2.0})}, "loss"),
     "a constant of the loss": (huber(1.0), huber(2.0), "loss"),
     "the code of `compute_loss`": ({"kind": Own}, {"kind": Absolute}, "loss"),
     "a number that `compute_loss` uses": ({"kind": Own}, {"kind": Own, "factor": 3.0}, "loss"),
     "the code of `example_weights`": ({"kind": Own}, {"kind": Weighted}, "loss"),
-    "`global_clipnorm`": (A, {"global_clipnorm": 1.0}, "global_clipnorm"),
-    "`clipnorm`": (A, {"clipnorm": 1.0}, "clipnorm"),
-    "`clipvalue`": (A, {"clipvalue": 1.0}, "clipvalue"),
-    "`ema_momentum`": ({"ema_momentum": 0.9}, {"ema_momentum": 0.5}, "ema_momentum"),
+    "`global_clipnorm`": (A, {"updates": Updates(global_clipnorm=1.0)}, "global_clipnorm"),
+    "`clipnorm`": (A, {"updates": Updates(clipnorm=1.0)}, "clipnorm"),
+    "`clipvalue`": (A, {"updates": Updates(clipvalue=1.0)}, "clipvalue"),
+    "`ema_momentum`": (
+        {"updates": Updates(ema_momentum=0.9)},
+        {"updates": Updates(ema_momentum=0.5)},
+        "ema_momentum",
+    ),
     "`updates_per_step`": (
-        {"made": Scaled, "optimizer": lambda: {"dense": O.SGD(0.1)}, "alternate_optimizers": True},
         {
             "made": Scaled,
             "optimizer": lambda: {"dense": O.SGD(0.1)},
-            "alternate_optimizers": True,
-            "updates_per_step": {"dense": 2},
+            "updates": Updates(alternate_optimizers=True),
+        },
+        {
+            "made": Scaled,
+            "optimizer": lambda: {"dense": O.SGD(0.1)},
+            "updates": Updates(alternate_optimizers=True, updates_per_step={"dense": 2}),
         },
         "updates_per_step",
     ),
-    "`alternate_optimizers`": (A, {"alternate_optimizers": True}, "alternate_optimizers"),
+    "`alternate_optimizers`": (
+        A,
+        {"updates": Updates(alternate_optimizers=True)},
+        "alternate_optimizers",
+    ),
     "`num_microbatches`": (A, {"num_microbatches": 2}, "num_microbatches"),
     "the number of replicas": (A, {"strategy": "mirrored", "batch": 4}, "num_replicas"),
     "`precision`": (A, {"precision": "mixed_bfloat16"}, "precision"),
@@ -285,21 +296,21 @@ CASES = {
         metric(keras.metrics.MeanSquaredError),
         "logged",
     ),
-    "`on_overflow`": (A, {"on_overflow": "retry"}, "logged"),
-    "`max_retries`": (A, {"max_retries": 2}, "logged"),
-    "`on_nonfinite_loss`": (A, {"on_nonfinite_loss": "raise"}, "logged"),
-    "`max_consecutive_skips`": (A, {"max_consecutive_skips": 3}, "logged"),
-    "`on_stuck`": (A, {"on_stuck": "hold"}, "logged"),
-    "`attribute_causes`": (A, {"attribute_causes": False}, "logged"),
+    "`on_overflow`": (A, {"skips": Skips(on_overflow="retry")}, "logged"),
+    "`max_retries`": (A, {"skips": Skips(max_retries=2)}, "logged"),
+    "`on_nonfinite_loss`": (A, {"skips": Skips(on_nonfinite_loss="raise")}, "logged"),
+    "`max_consecutive`": (A, {"skips": Skips(max_consecutive=3)}, "logged"),
+    "`on_stuck`": (A, {"skips": Skips(on_stuck="hold")}, "logged"),
+    "`attribute_causes`": (A, {"skips": Skips(attribute_causes=False)}, "logged"),
     "`jit_compile`": (A, {"jit_compile": "elementwise"}, "logged"),
     "`reduce_dtype`": (
         A | {"strategy": "mirrored"},
-        {"strategy": "mirrored", "reduce_dtype": "bfloat16"},
+        {"strategy": "mirrored", "updates": Updates(reduce_dtype="bfloat16")},
         "logged",
     ),
     "`reduce_bucket_bytes`": (
         A | {"strategy": "mirrored"},
-        {"strategy": "mirrored", "reduce_bucket_bytes": 1000},
+        {"strategy": "mirrored", "updates": Updates(reduce_bucket_bytes=1000)},
         "logged",
     ),
     "names of layers": (A, {"made": lambda: model(name="first")}, "nothing"),
@@ -313,13 +324,17 @@ CASES = {
     "the folder of a pipeline's files": ({"files": ("a",)}, {"files": ("c/a",)}, "nothing"),
     "`steps_per_loop`": (A, {"steps_per_loop": 3}, "nothing"),
     "`log_interval`, `verbose`": (A, {"log_interval": 3}, "nothing"),
-    "`checkpoint_interval`, `max_to_keep`": (
+    "`interval`, `max_to_keep`": (
         A,
-        {"checkpoint_interval": 3, "max_to_keep": 2},
+        {"checkpoints": Checkpoints(interval=3, max_to_keep=2)},
         "nothing",
     ),
-    "`record_gradients`, `check_gradients`": (A, {"check_gradients": False}, "nothing"),
-    "`check_data`": (A, {"check_data": True}, "nothing"),
+    "`record_gradients`, `check_gradients`": (
+        A,
+        {"monitoring": Monitoring(check_gradients=False)},
+        "nothing",
+    ),
+    "`check_data`": (A, {"monitoring": Monitoring(check_data=True)}, "nothing"),
 }
 
 WORDS = {
@@ -391,7 +406,7 @@ class Learns(Trainer):
             model_dir=folder,
             verbose=False,
             jit_compile=False,
-            check_gradients=False,
+            monitoring=Monitoring(check_gradients=False),
             **arguments,
         )
         self.lower_to = lower_to
@@ -427,8 +442,16 @@ def test_a_new_learning_rate_takes_effect(tmp_path):
         "with the state of the saved optimizer in another one. Use another model_dir, or pass "
         "allow_changes=('optimizer',)."
     )
-    assert begins_with(2, tmp_path, 0.25, lower_to=0.125, allow_changes=("optimizer",)) == 0.25
-    allowed = {"clipnorm": 1.0, "allow_changes": ("optimizer",)}
+    assert (
+        begins_with(
+            2, tmp_path, 0.25, lower_to=0.125, checkpoints=Checkpoints(allow_changes=("optimizer",))
+        )
+        == 0.25
+    )
+    allowed = {
+        "updates": Updates(clipnorm=1.0),
+        "checkpoints": Checkpoints(allow_changes=("optimizer",)),
+    }
     assert begins_with(3, tmp_path, 0.25, **allowed) == 0.125
 
 

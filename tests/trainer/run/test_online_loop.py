@@ -10,7 +10,16 @@ import pytest
 import tensorflow as tf
 from helpers import STEEP, Linear, all_copies, assert_same_bits, overflowing, slopes
 
-from trainer import Action, Callback, Trainer, TrainingStuckError
+from trainer import (
+    Action,
+    Callback,
+    Checkpoints,
+    Monitoring,
+    Skips,
+    Trainer,
+    TrainingStuckError,
+    Updates,
+)
 
 X = np.random.default_rng(0).normal(size=[24, 2]).astype(np.float32)
 BATCHES = [(X[begin : begin + 4], X[begin : begin + 4, :1]) for begin in range(0, 24, 4)]
@@ -37,7 +46,7 @@ def network(**arguments):
         metrics=["mae"],
         seed=1,
         verbose=False,
-        check_gradients=False,
+        monitoring=Monitoring(check_gradients=False),
         jit_compile=False,
         **arguments,
     )
@@ -139,7 +148,7 @@ def test_a_run_without_data_resumes(tmp_path):
     """A run that never called `train` is saved by its interval and resumed by its first batch;
     then `train` may take it over.
     """
-    line = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
+    line = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False)
     for _ in range(3):
         line.train_on_batch(slopes(1.0))
     with pytest.raises(RuntimeError, match="has been writing since"):
@@ -163,7 +172,7 @@ def line(folder, **arguments):
         loss_fn="mse",
         seed=1,
         verbose=False,
-        check_gradients=False,
+        monitoring=Monitoring(check_gradients=False),
         jit_compile=False,
         model_dir=folder,
         **arguments,
@@ -262,7 +271,7 @@ def test_the_place_in_data_is_not_lost_without_a_word(tmp_path):
     assert_same_bits(all_copies(whole), all_copies(ended(resumed)))
 
     begun(tmp_path / "anew")
-    anew = ended(begun(tmp_path / "anew", data_resume="restart"))
+    anew = ended(begun(tmp_path / "anew", checkpoints=Checkpoints(data_resume="restart")))
     assert anew.totals.attempted == 10
 
 
@@ -350,7 +359,12 @@ def test_a_step_that_failed_midway_is_not_saved(tmp_path):
         def update_metrics(self, batch, aux):
             tf.debugging.assert_less(batch["slope"], 9.0)
 
-    line = Fails(model_dir=tmp_path, verbose=False, jit_compile=False, check_gradients=False)
+    line = Fails(
+        model_dir=tmp_path,
+        verbose=False,
+        jit_compile=False,
+        monitoring=Monitoring(check_gradients=False),
+    )
     line.train_on_batch(slopes(1.0))
     with pytest.raises(tf.errors.InvalidArgumentError):
         line.train_on_batch(slopes(10.0))
@@ -372,7 +386,7 @@ def test_going_on_after_a_step_that_failed_midway_is_not_silent(online, caplog):
         def update_metrics(self, batch, aux):
             tf.debugging.assert_less(batch["slope"], 9.0, message="too steep")
 
-    line = Fails(verbose=False, jit_compile=False, check_gradients=False)
+    line = Fails(verbose=False, jit_compile=False, monitoring=Monitoring(check_gradients=False))
 
     def take(slope, step):
         batch = slopes(slope)
@@ -398,16 +412,11 @@ def test_going_on_after_a_step_that_failed_midway_is_not_silent(online, caplog):
 
 
 def test_without_checkpoints_nothing_is_saved_without_a_word(tmp_path):
-    """`enable_checkpointing=False` is an error then."""
-    line = Linear(model_dir=tmp_path, enable_checkpointing=False, verbose=False)
+    """`Checkpoints(enabled=False)` is an error then."""
+    line = Linear(model_dir=tmp_path, checkpoints=Checkpoints(enabled=False), verbose=False)
     line.train_on_batch(slopes(1.0))
-    with pytest.raises(ValueError, match="enable_checkpointing") as refused:
+    with pytest.raises(ValueError, match="`enabled`"):
         line.save_checkpoint()
-
-    assert str(refused.value) == (
-        "`enable_checkpointing` must be True to save a checkpoint; got False. No checkpoints are "
-        "written then. Leave it out, or call export(path) for the model alone."
-    )
 
 
 @pytest.mark.thorough
@@ -422,7 +431,7 @@ def test_what_comes_after_a_step_happens():
     def due(trainer):
         seen.append(trainer.totals.attempted)
 
-    line = Heard(verbose=False, actions=[Action(due, every_steps=2)])
+    line = Heard(verbose=False, callbacks=[Action(due, every_steps=2)])
     line.train_on_batch(slopes(1.0))
     line.optimizer.learning_rate = 10.0
     line.train_on_batch(slopes(1.0))
@@ -432,7 +441,7 @@ def test_what_comes_after_a_step_happens():
 
 def test_a_stuck_run_raises_at_its_step():
     """The step that makes a run stuck raises the error of `train`, and the next call may go on."""
-    line = overflowing(max_consecutive_skips=2, verbose=False)
+    line = overflowing(skips=Skips(max_consecutive=2), verbose=False)
     line.train_on_batch(STEEP)
     with pytest.raises(TrainingStuckError):
         line.train_on_batch(STEEP)
@@ -444,7 +453,7 @@ def test_a_stuck_run_raises_at_its_step():
 @pytest.mark.thorough
 def test_skipped_batches_are_recorded(tmp_path):
     """The flight recorder keeps a skipped batch, whose replay has the same verdict."""
-    line = overflowing(model_dir=tmp_path, max_overflow_records=1, verbose=False)
+    line = overflowing(model_dir=tmp_path, skips=Skips(max_records=1), verbose=False)
     line.train_on_batch(STEEP)
     [record] = (tmp_path / "overflows").iterdir()
     replay = overflowing(verbose=False).replay(record)
@@ -492,7 +501,7 @@ class Halved(Linear):
 DIVIDED = [
     {"jit_compile": False},
     {"jit_compile": False, "replicas": 2, "num_microbatches": 2},
-    {"jit_compile": "step", "on_overflow": "retry"},
+    {"jit_compile": "step", "skips": Skips(on_overflow="retry")},
     {"jit_compile": "step"},
     {"jit_compile": True, "num_microbatches": 2},
 ]
@@ -540,7 +549,9 @@ def test_losses_by_optimizer():
             critic, actor = self.model(batch, training=training)
             return {"critic": critic[:, 0] ** 2, "actor": actor[:, 0] + 7}
 
-    found = Two(verbose=False, alternate_optimizers=True).train_on_batch(X[:5, :1], return_aux=True)
+    found = Two(verbose=False, updates=Updates(alternate_optimizers=True)).train_on_batch(
+        X[:5, :1], return_aux=True
+    )
     assert found.losses["critic"].min() >= 0
     assert found.losses["actor"].shape == (5,)
     assert found.aux == ()

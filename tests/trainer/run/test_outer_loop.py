@@ -14,7 +14,7 @@ from access import untuned
 from helpers import STEEP, Linear, slopes
 
 import scaling
-from trainer import Action, Trainer
+from trainer import Action, Checkpoints, Monitoring, Trainer, Updates
 from trainer.report.facts import settings_rows
 from trainer.report.reading import read_run
 
@@ -30,7 +30,7 @@ def test_a_run_stops_when_asked(tmp_path, capsys):
     continued.
     """
     action = Action(lambda trainer: trainer.totals.attempted >= 6 and trainer.stop(), every_steps=3)
-    trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100)
+    trainer = Linear(model_dir=tmp_path, callbacks=[action], log_interval=100)
     summary = trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
 
     assert (summary.step, summary.checkpoint) == (6, str(tmp_path / "ckpt-6"))
@@ -43,7 +43,7 @@ def test_a_run_stops_when_asked(tmp_path, capsys):
 def test_a_stopped_run_writes_its_log(tmp_path):
     """A stopped run writes a log line even before the first one was due."""
     action = Action(lambda trainer: trainer.stop(), every_steps=3)
-    trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100, verbose=False)
+    trainer = Linear(model_dir=tmp_path, callbacks=[action], log_interval=100, verbose=False)
     trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     [line] = [line for line in lines if line["split"] == "train"]
@@ -72,7 +72,7 @@ def test_an_interval_that_an_error_cut_is_logged_as_a_whole(where, tmp_path):
         optimizer=lambda: keras.optimizers.SGD(0.1),
         loss_fn="mse",
         metrics=["mse"],
-        actions=[Action(fail, every_steps=6)],
+        callbacks=[Action(fail, every_steps=6)],
         model_dir=tmp_path,
         log_interval=4,
         verbose=False,
@@ -88,7 +88,9 @@ def test_an_interval_that_an_error_cut_is_logged_as_a_whole(where, tmp_path):
 
 def test_evaluations_and_checkpoints_happen_when_due(tmp_path):
     """Loops end at every checkpoint and evaluation; both also happen at the end, and none twice."""
-    trainer = Linear(model_dir=tmp_path, steps_per_loop=4, checkpoint_interval=6, verbose=False)
+    trainer = Linear(
+        model_dir=tmp_path, steps_per_loop=4, checkpoints=Checkpoints(interval=6), verbose=False
+    )
     trainer.train(data(), steps=15, eval_data=data(), eval_interval=5)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
@@ -146,7 +148,7 @@ def test_the_order_between_inner_loops(tmp_path):
 
     actions = [Action(lambda _: look("action"), every_steps=2)]
     settings = {"log_interval": 2, "steps_per_loop": 2, "verbose": False}
-    trainer = Looking(model_dir=tmp_path, actions=actions, **settings)
+    trainer = Looking(model_dir=tmp_path, callbacks=actions, **settings)
     trainer.train(slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0))
 
     assert seen == [(what, ["train", "validation"], False) for what in ("action", "hook")]
@@ -235,7 +237,7 @@ def test_the_log_says_what_was_trained(tmp_path):
         def build_optimizer(self):
             return keras.optimizers.SGD(rate, momentum=0.75)
 
-    trainer = Scheduled(model_dir=tmp_path, global_clipnorm=2.0, verbose=False)
+    trainer = Scheduled(model_dir=tmp_path, updates=Updates(global_clipnorm=2.0), verbose=False)
     trainer.train(slopes(1.0), steps=1, global_batch=1)
     settings = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["settings"]
 
@@ -295,8 +297,8 @@ def numbers_of_log(folder):
                 ("killed", 11, {}),
                 ("stopped", 1, {}),
                 ("stopped", 8, {}),
-                ("stopped", 7, {"record_gradients": True}),
-                ("killed", 4, {"record_gradients": True}),
+                ("stopped", 7, {"monitoring": Monitoring(record_gradients=True)}),
+                ("killed", 4, {"monitoring": Monitoring(record_gradients=True)}),
                 ("killed", 7, {"precision": "mixed_float16", "num_microbatches": 2}),
             ]
         ),
@@ -311,9 +313,9 @@ def test_the_log_does_not_show_that_a_run_was_interrupted(tmp_path, how, at, set
     def run(name, *actions):
         trainer = Counted(
             model_dir=tmp_path / name,
-            actions=actions,
+            callbacks=actions,
             log_interval=4,
-            checkpoint_interval=3,
+            checkpoints=Checkpoints(interval=3),
             steps_per_loop=4,
             seed=0,
             verbose=False,
@@ -343,7 +345,10 @@ class Interrupted(Linear):
         """Takes "stop", "stop twice" or "error", and the step."""
         self.how, self.at, self.evaluated = how, at, []
         super().__init__(
-            verbose=False, keep_best=1, checkpoint_interval=3, log_interval=4, **arguments
+            verbose=False,
+            checkpoints=Checkpoints(keep_best=1, interval=3),
+            log_interval=4,
+            **arguments,
         )
 
     def on_evaluate_begin(self, step):

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits
 
-from trainer import Action, Callback, DivergedError, Divergence, Trainer
+from trainer import Action, Callback, Checkpoints, DivergedError, Divergence, Monitoring, Trainer
 from trainer.callbacks import KerasCallbacks
 from trainer.checkpoint import folder
 from trainer.checkpoint.folder import committed
@@ -49,8 +49,18 @@ def data(*slopes):
 
 def run(model_dir, divergence, steps, slopes, **arguments):
     """Trains one step on each slope; returns the trainer."""
-    arguments = {"checkpoint_interval": 2, "steps_per_loop": 3, "log_interval": 1} | arguments
-    trainer = Noisy(model_dir=model_dir, divergence=divergence, seed=1, verbose=False, **arguments)
+    arguments = {
+        "checkpoints": Checkpoints(interval=2),
+        "steps_per_loop": 3,
+        "log_interval": 1,
+    } | arguments
+    trainer = Noisy(
+        model_dir=model_dir,
+        monitoring=Monitoring(divergence=divergence),
+        seed=1,
+        verbose=False,
+        **arguments,
+    )
     trainer.train(data(*slopes), steps=steps)
     return trainer
 
@@ -114,7 +124,11 @@ def test_a_watch_that_is_new_at_a_resume_begins_empty(tmp_path):
 def test_a_scale_that_grew_in_undone_steps_is_written_again(tmp_path):
     """The report reads the scale from its lines, and those of undone steps do not count."""
     growing = "dynamic:initial_scale=16:growth_interval=4"
-    arguments = {"precision": "mixed_float16", "loss_scale": growing, "checkpoint_interval": 4}
+    arguments = {
+        "precision": "mixed_float16",
+        "loss_scale": growing,
+        "checkpoints": Checkpoints(interval=4),
+    }
     slopes = [1.0] * 6 + [50.0] + [1.0] * 3
     divergence = Divergence(loss_above=10.0, skip_data=True)
     trainer = run(tmp_path, divergence, 7, slopes, **arguments)
@@ -155,8 +169,8 @@ def test_each_recovery_draws_new_random_numbers(tmp_path):
 
     trainer = Drawing(
         model_dir=tmp_path,
-        divergence=Divergence(loss_above=10.0, max_recoveries=2),
-        checkpoint_interval=2,
+        monitoring=Monitoring(divergence=Divergence(loss_above=10.0, max_recoveries=2)),
+        checkpoints=Checkpoints(interval=2),
         log_interval=1,
         steps_per_loop=1,
         seed=1,
@@ -184,8 +198,8 @@ def test_a_killed_run_remembers_its_recoveries(tmp_path):
     whole = run(tmp_path / "whole", divergence, 8, slopes)
     killed = Stopped(
         model_dir=tmp_path / "killed",
-        divergence=divergence,
-        checkpoint_interval=2,
+        monitoring=Monitoring(divergence=divergence),
+        checkpoints=Checkpoints(interval=2),
         log_interval=1,
         steps_per_loop=3,
         seed=1,
@@ -224,7 +238,7 @@ def test_without_a_checkpoint_before_the_divergence_the_run_ends(tmp_path):
     divergence = Divergence(rise=1.5, window=6)
     slopes = [1] * 6 + [3] * 6
     with pytest.raises(DivergedError, match="There is no checkpoint from before that step"):
-        run(tmp_path, divergence, 12, slopes, max_to_keep=1, checkpoint_interval=3)
+        run(tmp_path, divergence, 12, slopes, checkpoints=Checkpoints(max_to_keep=1, interval=3))
 
 
 @pytest.mark.thorough
@@ -232,8 +246,8 @@ def test_a_recovery_is_printed(tmp_path, capsys):
     """The console says what happened, and to which step the run went back."""
     trainer = Noisy(
         model_dir=tmp_path,
-        divergence=Divergence(loss_above=10.0, skip_data=True),
-        checkpoint_interval=1,
+        monitoring=Monitoring(divergence=Divergence(loss_above=10.0, skip_data=True)),
+        checkpoints=Checkpoints(interval=1),
         steps_per_loop=1,
         log_interval=1,
     )
@@ -292,12 +306,10 @@ def test_what_listens_to_the_run_goes_back_with_it(tmp_path):
         optimizer=lambda: keras.optimizers.SGD(0.01),
         loss_fn="mse",
         metrics=["mse"],
-        callbacks=[Counting(), KerasCallbacks([epochs])],
-        actions=[action],
-        divergence=Divergence(loss_above=20.0),
+        callbacks=[action, Counting(), KerasCallbacks([epochs])],
+        monitoring=Monitoring(divergence=Divergence(loss_above=20.0)),
         model_dir=tmp_path,
-        checkpoint_interval=7,
-        keep_best=1,
+        checkpoints=Checkpoints(interval=7, keep_best=1),
         steps_per_loop=1,
         seed=1,
         verbose=False,
@@ -354,9 +366,9 @@ def test_after_the_error_another_call_goes_on_as_another_process_does(tmp_path):
             optimizer=lambda: keras.optimizers.SGD(0.05),
             loss_fn="mse",
             callbacks=[Counting()],
-            divergence=Divergence(loss_above=1e4, max_recoveries=1),
+            monitoring=Monitoring(divergence=Divergence(loss_above=1e4, max_recoveries=1)),
             model_dir=folder,
-            checkpoint_interval=5,
+            checkpoints=Checkpoints(interval=5),
             steps_per_loop=1,
             log_interval=2,
             seed=1,
@@ -390,7 +402,7 @@ def test_other_data_begin_a_window_of_their_own(tmp_path):
 def test_a_rollback_ends_where_the_data_of_the_call_begin(tmp_path, caplog):
     """It goes back to the checkpoint that the earlier call has ended with, and says what that undoes."""
     divergence = Divergence(rise=3.0, window=3, skip_data=True)
-    trainer = run(tmp_path, divergence, 6, [1] * 6, checkpoint_interval=3)
+    trainer = run(tmp_path, divergence, 6, [1] * 6, checkpoints=Checkpoints(interval=3))
     trainer.train(data(1, 1, 1, 50, 50, 50, 1, 1, 1, 1), steps=12)
 
     assert trainer.recovered == [(10, 6)]
@@ -404,7 +416,7 @@ def test_a_rollback_ends_where_the_data_of_the_call_begin(tmp_path, caplog):
 def test_without_a_checkpoint_of_these_data_the_run_ends(tmp_path):
     """The steps between an older checkpoint and these data would be taken with the wrong ones."""
     divergence = Divergence(rise=3.0, window=3)
-    trainer = run(tmp_path, divergence, 6, [1] * 6, checkpoint_interval=3)
+    trainer = run(tmp_path, divergence, 6, [1] * 6, checkpoints=Checkpoints(interval=3))
     shutil.rmtree(tmp_path / "ckpt-6")
 
     with pytest.raises(DivergedError, match=r"^Training diverged: .*ckpt-3, was restored"):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from access import untuned
 from helpers import Linear, slopes
 
-from trainer import Divergence, TrainingStuckError
+from trainer import Checkpoints, Divergence, Skips, TrainingStuckError
 from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint import CheckpointError
 from trainer.log.run_log import RunLog
@@ -103,7 +103,12 @@ def test_metrics_start_over_at_every_log_line(tmp_path):
     """The metrics of a log line are those of the steps since the previous one; null if all of them
     were skipped.
     """
-    train_measured(Measured(model_dir=tmp_path, log_interval=1, data_resume="restart"), steps=3)
+    train_measured(
+        Measured(
+            model_dir=tmp_path, log_interval=1, checkpoints=Checkpoints(data_resume="restart")
+        ),
+        steps=3,
+    )
 
     assert [line["mean"] for line in train_lines(tmp_path)] == [1.0, None, 3.0]
 
@@ -143,7 +148,7 @@ def test_a_divergence_is_reported_once(log, reporter):
 @pytest.mark.thorough
 def test_a_stuck_run_writes_its_log_first(tmp_path):
     """The steps that led to the error have a log line, although none was due yet."""
-    trainer = Linear(model_dir=tmp_path, max_consecutive_skips=2, verbose=False)
+    trainer = Linear(model_dir=tmp_path, skips=Skips(max_consecutive=2), verbose=False)
     with pytest.raises(TrainingStuckError):
         trainer.train(slopes(math.inf), steps=8, global_batch=1)
     [line] = train_lines(tmp_path)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 
 import scaling
-from trainer import Action
+from trainer import Action, Checkpoints
 from trainer.checkpoint import folder
 from trainer.log.run_log import RunLog
 from trainer.run.saving import RunSaver
@@ -40,14 +40,12 @@ class Clock:
 
 @pytest.mark.thorough
 def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
-    """After the inner loop in which `checkpoint_secs` have passed since the last checkpoint."""
+    """After the inner loop in which `interval_secs` have passed since the last checkpoint."""
     clock = Clock(monkeypatch)
     trainer = Linear(
         model_dir=tmp_path,
         steps_per_loop=1,
-        checkpoint_secs=10.0,
-        checkpoint_interval=7,
-        max_to_keep=20,
+        checkpoints=Checkpoints(interval_secs=10.0, interval=7, max_to_keep=20),
         verbose=False,
     )
 
@@ -65,9 +63,9 @@ def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("secs", [None, 10.0])
 def test_without_a_time_no_checkpoint_is_late(tmp_path, monkeypatch, secs):
-    """A checkpoint is late when `checkpoint_secs` have passed since the last one, and not sooner."""
+    """A checkpoint is late when `interval_secs` have passed since the last one, and not sooner."""
     clock = Clock(monkeypatch)
-    _, saver = trained(tmp_path, checkpoint_secs=secs)
+    _, saver = trained(tmp_path, checkpoints=Checkpoints(interval_secs=secs))
     clock.now += 9.5
     assert not saver.is_late()
     clock.now += 0.5
@@ -150,7 +148,9 @@ def test_a_halted_run_may_go_on(tmp_path):
 def test_an_allowed_seed_takes_effect(tmp_path, seed, expected):
     """With "seed" allowed to change, a new seed is used; without one, the saved seed is kept."""
     trained(tmp_path, seed=1)
-    trainer, _ = trained(tmp_path, steps=4, seed=seed, allow_changes=["seed"])
+    trainer, _ = trained(
+        tmp_path, steps=4, seed=seed, checkpoints=Checkpoints(allow_changes=["seed"])
+    )
 
     assert int(access.state(trainer).random_seed.numpy()) == expected
 
@@ -169,7 +169,9 @@ def test_a_resumed_run_says_which_states_it_has_not(tmp_path, capsys):
     """Actions begin anew, with a line that says so, if a run is resumed with another number of them."""
     for count, steps in ((1, 1), (2, 2)):
         actions = [Action(lambda trainer: None, every_steps=5) for _ in range(count)]  # noqa: ARG005
-        trainer = Linear(model_dir=tmp_path, actions=actions, data_resume="restart")
+        trainer = Linear(
+            model_dir=tmp_path, callbacks=actions, checkpoints=Checkpoints(data_resume="restart")
+        )
         trainer.train(slopes(0.5, 0.5), steps=steps, global_batch=2)
 
     assert (
@@ -183,7 +185,11 @@ def test_another_seed_leaves_the_count_of_epochs(tmp_path):
 
     def train(seed, **length):
         trainer = Linear(
-            model_dir=tmp_path, seed=seed, allow_changes=("seed",), log_interval=1, verbose=False
+            model_dir=tmp_path,
+            seed=seed,
+            checkpoints=Checkpoints(allow_changes=("seed",)),
+            log_interval=1,
+            verbose=False,
         )
         dataset = tf.data.Dataset.from_tensor_slices(slopes(*[1.0] * 8)).batch(2)
         return trainer.train(dataset, **length)

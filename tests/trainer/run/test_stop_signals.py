@@ -21,6 +21,7 @@ from helpers import Linear, slopes
 from jobs import workers
 from signalled_run import EVENTS, INTERVAL, SLOW, bits, data, events, make, train
 
+from trainer import Checkpoints
 from trainer.checkpoint import folder
 from trainer.run import stop_signals
 
@@ -250,7 +251,7 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undistu
         if when == "reading" and next(struck) == 0:
             strike()
 
-    trainer = Struck(model_dir=tmp_path, data_resume="skip", verbose=False)
+    trainer = Struck(model_dir=tmp_path, checkpoints=Checkpoints(data_resume="skip"), verbose=False)
     with pytest.raises(SystemExit) as raised:
         trainer.train(data(strike_once), steps=5)
 
@@ -406,7 +407,7 @@ def test_a_run_stops_even_if_its_output_is_closed(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
 
-    trainer = Struck(model_dir=tmp_path, data_resume="skip")
+    trainer = Struck(model_dir=tmp_path, checkpoints=Checkpoints(data_resume="skip"))
     gone = os.fdopen(writing, "w")
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", gone)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from helpers import copies
 from plans import Pair, keras_model, plan_of
 
+from trainer import Updates
 from trainer.step import TrainState, attempt_step
 from trainer.step.apply import (
     apply_gradients,
@@ -137,7 +138,7 @@ def averaging_step(wrapper):
     """One step of a wrapper, which keeps averages."""
     model = Pair()
     optimizer = wrapper(keras.optimizers.SGD(1.0))
-    plan = plan_of(model, optimizer=optimizer, ema_momentum=0.5)
+    plan = plan_of(model, optimizer=optimizer, updates=Updates(ema_momentum=0.5))
     run = TrainState(plan.rule)
     tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)(tf.ones([3]))
     return model, optimizer
@@ -175,7 +176,9 @@ def test_an_optimizer_that_holds_another_is_rolled_back():
             "second": model.second.weight * batch * np.inf,
         }
 
-    plan = plan_of(model, compute_loss, optimizer=optimizer, alternate=True)
+    plan = plan_of(
+        model, compute_loss, optimizer=optimizer, updates=Updates(alternate_optimizers=True)
+    )
     inner = optimizer["first"].inner
     before = [variable.numpy() for variable in inner.variables]
     run = TrainState(plan.rule)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import scaling
 import strategies
 from scaling import Cause
+from trainer import Skips, Updates
 from trainer.step import TrainState
 from trainer.step import attempt as steps
 
@@ -115,7 +116,7 @@ def test_of_two_workers_that_overflow_at_one_scale_one_lowers_it(monkeypatch, on
     monkeypatch.setattr(scaling.LossScaler, "merge", after_another)
     monkeypatch.setattr(steps, "strategies", types.SimpleNamespace(capabilities=of_workers))
     rule = scaling.DynamicLossScale(8.0)
-    trainer = Poisoned(loss_scale=rule, on_overflow=on_overflow, **HALF)
+    trainer = Poisoned(loss_scale=rule, skips=Skips(on_overflow=on_overflow), **HALF)
     [report] = attempt(trainer, [batch_with(1e6, 0, 1)])
     assert (report.grads_finite, report.in_float32) == (on_overflow == "retry", False)
     assert trainer.loss_scale == 4.0
@@ -209,7 +210,9 @@ def test_an_overflow_of_float16_in_the_reduction_is_found(mirrored, replicas, wh
     batch is applied.
     """
     rule = scaling.DynamicLossScale(2.0**4)
-    trainer = Linear(strategy=mirrored(replicas), loss_scale=rule, reduce_dtype="float16")
+    trainer = Linear(
+        strategy=mirrored(replicas), loss_scale=rule, updates=Updates(reduce_dtype="float16")
+    )
     largest = 1.5 * 65504 / 2**4  # of the mean over replicas; at half the scale it fits
     slope = (
         [0.0] * (replicas - 1) + [largest * replicas] if where == "cast" else [largest] * replicas
@@ -226,7 +229,11 @@ def test_an_overflow_of_float16_in_the_reduction_is_found(mirrored, replicas, wh
 def test_a_batch_whose_sum_overflows_float16_is_retried(mirrored):
     """L6: with retries, each batch is applied once, at a scale at which the sum fits."""
     rule = scaling.DynamicLossScale(2.0**4)
-    settings = {"loss_scale": rule, "reduce_dtype": "float16", "on_overflow": "retry"}
+    settings = {
+        "loss_scale": rule,
+        "updates": Updates(reduce_dtype="float16"),
+        "skips": Skips(on_overflow="retry"),
+    }
     trainer = Linear(strategy=mirrored(3), **settings)
     [report] = attempt(trainer, [slopes(*[4 * 4096.0] * 3)])
 
@@ -240,7 +247,7 @@ def test_one_replica_has_the_same_bits_whatever_its_sums(reduce_dtype):
     """On one replica nothing is summed: `reduce_dtype` has no effect."""
     weights = []
     for dtype in (None, reduce_dtype):
-        trainer = Linear(loss_scale=2.0**4, reduce_dtype=dtype)
+        trainer = Linear(loss_scale=2.0**4, updates=Updates(reduce_dtype=dtype))
         [report] = attempt(trainer, [slopes(1.0 + 2.0**-20, 3e6)])
         assert report.grads_finite
         weights.append(trainer.weight)
@@ -361,7 +368,7 @@ def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, reduce_d
             return tf.ones_like(batch["slope"]) / replicas
 
     strategy = mirrored(replicas) if replicas > 1 else "default"
-    trainer = Summing(strategy=strategy, reduce_dtype=reduce_dtype)
+    trainer = Summing(strategy=strategy, updates=Updates(reduce_dtype=reduce_dtype))
     [report] = attempt(trainer, [slopes(*[float(replicas)] * replicas)])
 
     assert len(asked) == (replicas if replicas > 1 else 0) * (2 if reduce_dtype else 1)
@@ -384,7 +391,7 @@ def test_clipping_comes_last(mirrored, replicas, owner):
     trainer = Clipping(
         strategy=mirrored(replicas) if replicas > 1 else "default",
         loss_scale=1024.0,
-        global_clipnorm=1.0 if owner == "trainer" else None,
+        updates=Updates(global_clipnorm=1.0 if owner == "trainer" else None),
     )
     [report] = attempt(trainer, [slopes(*[10.0] * replicas)])
 
@@ -417,7 +424,7 @@ def test_every_kind_of_clipping_sees_the_sum(mirrored, replicas, bound, expected
     trainer = Clipping(
         strategy=mirrored(replicas) if replicas > 1 else "default",
         loss_scale=2.0**10,
-        **(bound if owner == "trainer" else {}),
+        updates=Updates(**(bound if owner == "trainer" else {})),
     )
     [report] = attempt(trainer, [{"slopes": np.float32([[3.0, -4.0, 12.0]] * replicas)}])
     moved = [1.0 - weight.numpy() for weight in trainer.model.weights]
@@ -442,7 +449,8 @@ def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
             )
 
     trainer = Embedded(
-        strategy=mirrored(replicas) if replicas > 1 else "default", global_clipnorm=7.0
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        updates=Updates(global_clipnorm=7.0),
     )
     batch = {"x": np.array([[2], [2]]), "slope": np.array([6.0, 8.0], np.float32)}
     access.start(trainer, tf.nest.map_structure(tf.constant, batch))

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import strategies
-from trainer import Trainer
+from trainer import Trainer, Updates
 
 pytestmark = pytest.mark.sampled
 
@@ -63,7 +63,7 @@ def traced(**arguments):
     "arguments",
     [
         {"precision": "mixed_bfloat16"},
-        {"precision": "mixed_float16", "ema_momentum": 0.9, "global_clipnorm": 1.0},
+        {"precision": "mixed_float16", "updates": Updates(ema_momentum=0.9, global_clipnorm=1.0)},
         {"precision": "mixed_float16", "num_microbatches": 2},
     ],
 )

@@ -13,7 +13,7 @@ import tensorflow as tf
 from helpers import Linear, linear_model, slopes
 
 import scaling
-from trainer import Trainer, TrainingStuckError
+from trainer import Checkpoints, Skips, Trainer, TrainingStuckError, Updates
 from trainer.step.checks import check_weights
 
 pytestmark = pytest.mark.sampled
@@ -81,10 +81,8 @@ def built():
             "those.",
         ),
         (
-            {"optimizer": built, "ema_momentum": 0.9},
-            "`ema_momentum` must be None if the optimizer has been built; got 0.9. A built "
-            "optimizer has no averages of the weights, and cannot get them. Pass a new optimizer, "
-            "or a function that makes one.",
+            {"optimizer": built, "updates": Updates(ema_momentum=0.9)},
+            "`ema_momentum` must be None if the optimizer has been built",
         ),
         (
             {"model": None},
@@ -162,10 +160,11 @@ def built():
             "out gradient_accumulation_steps=, and pass num_microbatches= to the trainer.",
         ),
         (
-            {"optimizer": lambda: keras.optimizers.SGD(clipvalue=2.0), "global_clipnorm": 1.0},
-            "`global_clipnorm` must be None if the optimizer clips; got 1.0, but the optimizer has "
-            "clipvalue=2.0. Gradients can be clipped only once. Set either `global_clipnorm` or the "
-            "optimizer's clipvalue, not both.",
+            {
+                "optimizer": lambda: keras.optimizers.SGD(clipvalue=2.0),
+                "updates": Updates(global_clipnorm=1.0),
+            },
+            "`global_clipnorm` must be None if the optimizer clips",
         ),
         (
             {"loss_fn": None},
@@ -251,7 +250,11 @@ def test_a_model_file_is_read_by_init_from(tmp_path, precision):
     with pytest.raises(ValueError, match=r"`model`.*init_from="):
         train(make(model=lambda: keras.saving.load_model(path), precision=precision))
 
-    trainer = make(init_from=path, precision=precision, optimizer=lambda: keras.optimizers.SGD(0.0))
+    trainer = make(
+        checkpoints=Checkpoints(init_from=path),
+        precision=precision,
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+    )
     train(trainer)
     for one, other in zip(saved.get_weights(), trainer.model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -559,7 +562,7 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
             "trainer itself takes the weighted mean over the global batch. Leave out the mean over "
-            'examples, or pass loss_reduction="global" if the loss compares the examples with each '
+            'examples, or pass reduction="global" if the loss compares the examples with each '
             "other.",
         ),
         (
@@ -696,7 +699,7 @@ def labelled(labels, **arguments):
     trainer = make(
         model=lambda: linear_model(units=3),
         loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        max_consecutive_skips=4,
+        skips=Skips(max_consecutive=4),
         log_interval=5,
         steps_per_loop=5,
         **arguments,

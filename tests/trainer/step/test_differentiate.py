@@ -10,7 +10,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 from plans import Pair, pass_inputs_of, plan_of
 
-from trainer import Trainer
+from trainer import Monitoring, Trainer
 from trainer.base.warn_once import warn_once
 from trainer.step.differentiate import (
     as_dense,
@@ -171,7 +171,7 @@ def test_a_weight_that_a_pass_is_given_has_a_gradient(monkeypatch, given):
         optimizer="sgd",
         loss_fn="mse",
         jit_compile=False,
-        check_gradients=False,
+        monitoring=Monitoring(check_gradients=False),
         verbose=False,
     )
     x = np.ones([4, 2], np.float32)

@@ -12,7 +12,7 @@ from plans import plan_of
 
 import scaling
 from scaling.float8 import DelayedScaling
-from trainer import Trainer, convert_to_float8
+from trainer import Checkpoints, Losses, Monitoring, Skips, Trainer, convert_to_float8
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.step import TrainState, attempt_step
 from trainer.step.float8 import (
@@ -347,9 +347,9 @@ def test_a_run_can_start_from_weights_of_another_precision(tmp_path, backwards):
     before = trainer(first, model_dir=tmp_path)
     before.train(data, steps=1, global_batch=8)
     with pytest.raises(ValueError, match="inputs_scale"):
-        trainer(second, init_from=tmp_path).evaluate(data, global_batch=8)
+        trainer(second, checkpoints=Checkpoints(init_from=tmp_path)).evaluate(data, global_batch=8)
     skip = (r"_scale$", r"_amax_history$")
-    after = trainer(second, init_from=tmp_path, init_from_skip=skip)
+    after = trainer(second, checkpoints=Checkpoints(init_from=tmp_path, init_from_skip=skip))
     after.evaluate(data, global_batch=8)
     assert after.model.layers[1].quantization_mode == (None if backwards else "float8")
     for old, new in zip(before.model.layers, after.model.layers, strict=True):
@@ -575,11 +575,11 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale():
             loss_fn=lambda y, outputs: tf.reduce_mean((outputs - y) ** 2, axis=-1) * 1e16,
             precision="mixed_float8",
             loss_scale=scaling.DynamicLossScale(initial_scale, max_scale=2.0**100),
-            on_overflow="retry",
+            skips=Skips(on_overflow="retry"),
             seed=0,
             verbose=False,
             jit_compile=False,
-            check_gradients=False,
+            monitoring=Monitoring(check_gradients=False),
         )
         totals = trainer.train((rows, rows[:, :1]), steps=1, global_batch=32).totals
         return trainer.loss_scale, totals, [value.numpy() for value in trainer.model.variables]
@@ -607,7 +607,7 @@ def test_replicas_may_wait_for_each_other_in_the_pass(mirrored):
     for strategy in ("default", mirrored(2)):
         trainer = Contrast(
             optimizer=lambda: keras.optimizers.SGD(2.0**-10),
-            loss_reduction="global",
+            losses=Losses(reduction="global"),
             strategy=strategy,
             seed=0,
             verbose=False,

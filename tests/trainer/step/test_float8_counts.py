@@ -11,7 +11,7 @@ from plans import plan_of
 import scaling
 from scaling.float8 import DelayedScaling, losses_of_cast
 from scaling.float8.formats import format_of
-from trainer import convert_to_float8
+from trainer import Updates, convert_to_float8
 from trainer.step import TrainState, attempt_step
 from trainer.step.float8 import FORMATS
 
@@ -219,7 +219,12 @@ def test_each_optimizer_counts_its_own_tensors(alternate):
     before = model.maker(ROWS).numpy()
     optimizers = {name: keras.optimizers.SGD(0.0) for name in ("maker", "critic")}
     [report], _, plan = steps(
-        model, [ROWS], loss, optimizer=optimizers, alternate=alternate, record_gradients=True
+        model,
+        [ROWS],
+        loss,
+        optimizer=optimizers,
+        updates=Updates(alternate_optimizers=alternate),
+        record_gradients=True,
     )
     # In turns, the second optimizer finds the scales that the first has moved.
     made = model.maker(ROWS).numpy() if alternate else before

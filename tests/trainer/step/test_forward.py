@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from plans import Pair, keras_model, pass_inputs_of, plan_of
 
-from trainer import Trainer
+from trainer import Losses, Monitoring, Trainer
 from trainer.step.forward import forward, written_by
 from trainer.step.plan import microbatch_plan
 
@@ -137,7 +137,7 @@ def trained(model, compute_loss=None):
         optimizer=lambda: keras.optimizers.SGD(0.0),
         loss_fn="mse",
         precision="mixed_float16",
-        check_gradients=False,
+        monitoring=Monitoring(check_gradients=False),
         loss_scale=1.0,
         verbose=False,
     )
@@ -204,7 +204,7 @@ class Compiled(Trainer):
 def test_a_loss_may_be_the_models_own(replicas, mirrored):
     """The means that a compiled model's `compute_loss` updates concern `fit`: they do not end a run."""
     strategy = mirrored(replicas) if replicas > 1 else "default"
-    trainer = Compiled(loss_reduction="global", strategy=strategy, verbose=False)
+    trainer = Compiled(losses=Losses(reduction="global"), strategy=strategy, verbose=False)
     x = np.ones([4, 1], np.float32)
     trainer.train((x, {"a": 3 * x, "b": x}), steps=1, global_batch=4)
 
@@ -313,7 +313,7 @@ def weights_after_a_step(inner, calls, *, rematerialized, check_gradients=True):
     trainer = Chain(
         optimizer=lambda: keras.optimizers.SGD(2.0**-10),
         jit_compile=False,
-        check_gradients=check_gradients,
+        monitoring=Monitoring(check_gradients=check_gradients),
         verbose=False,
     )
     trainer.train(np.array(BATCH), steps=1, global_batch=3)
@@ -394,7 +394,9 @@ def test_a_collective_in_the_loss_is_refused(mirrored, place):
 
     def train(strategy):
         reduction = "global" if place == "condition" else "mean"
-        trainer = Own(optimizer="sgd", loss_reduction=reduction, strategy=strategy, verbose=False)
+        trainer = Own(
+            optimizer="sgd", losses=Losses(reduction=reduction), strategy=strategy, verbose=False
+        )
         return trainer.train(np.eye(4, 2, dtype=np.float32), steps=1, global_batch=4)
 
     with pytest.raises(RuntimeError, match=r"`compute_loss`.*all_gather"):

@@ -89,9 +89,9 @@ MICROBATCHES = (
     "replicas, or save memory by keras.RematScope."
 )
 MEAN = (
-    '`loss_reduction` must be "global" for a loss that calls all_gather on several replicas; got '
+    '`reduction` must be "global" for a loss that calls all_gather on several replicas; got '
     "'mean' and 3 replicas. Rows can be exchanged only in a step that is built for it. Pass "
-    'loss_reduction="global" and return one number, such as the mean of the losses.'
+    'reduction="global" and return one number, such as the mean of the losses.'
 )
 CONDITION = (
     "`all_gather` must be called in compute_loss itself; got a call inside tf.cond, tf.while_loop, "
@@ -99,9 +99,9 @@ CONDITION = (
     "without end. Gather before the condition or the loop."
 )
 NONE = (
-    '`compute_loss` must call all_gather with loss_reduction="global" on several replicas; got none '
+    '`compute_loss` must call all_gather with reduction="global" on several replicas; got none '
     "on 3 replicas. Each replica sees only its share of the batch, so the result would be the mean of "
-    'other losses. Compute the loss from self.all_gather(x), or pass loss_reduction="mean" and '
+    'other losses. Compute the loss from self.all_gather(x), or pass reduction="mean" and '
     "return one loss per example."
 )
 STRINGS = (
@@ -235,9 +235,9 @@ def test_a_global_loss_is_one_float32():
     with pytest.raises(ValueError) as error:  # noqa: PT011
         scalar_loss(tf.ones([3]))
     assert str(error.value) == (
-        '`compute_loss` must return one number with loss_reduction="global", shape (); got shape '
+        '`compute_loss` must return one number with reduction="global", shape (); got shape '
         "(3,). The trainer does not know how the losses of a batch combine. Return for example their "
-        'mean, or pass loss_reduction="mean".'
+        'mean, or pass reduction="mean".'
     )
     with pytest.raises(TypeError, match="`compute_loss`"):
         scalar_loss(tf.constant(1.0, tf.float16))

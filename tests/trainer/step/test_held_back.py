@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Trainer
+from trainer import Monitoring, Trainer
 from trainer.step.held_back import HoldBack, held_back_variables, is_seed_state, leaves
 
 
@@ -259,7 +259,7 @@ def test_a_plain_variable_is_assigned_once_for_each_microbatch(num_microbatches)
         optimizer="sgd",
         loss_fn="mse",
         num_microbatches=num_microbatches,
-        check_gradients=False,
+        monitoring=Monitoring(check_gradients=False),
         verbose=False,
     )
     x = np.ones([8, 1], np.float32)

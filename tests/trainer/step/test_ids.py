@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Trainer
+from trainer import Losses, Trainer
 
 IDS = np.arange(300, 308, dtype=np.int32)[:, None]
 DATA = (IDS, np.ones([8, 1], np.float32))
@@ -187,7 +187,7 @@ def test_replicas_share_a_lookup(mirrored):
     for strategy in ("default", mirrored(2), mirrored(3)):
         trainer = Pairs(
             optimizer=lambda: keras.optimizers.SGD(0.5),
-            loss_reduction="global",
+            losses=Losses(reduction="global"),
             strategy=strategy,
             seed=0,
             verbose=False,

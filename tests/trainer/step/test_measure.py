@@ -17,6 +17,7 @@ from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
 from scaling.telemetry.record import read_record
 from scaling.telemetry.simulate_rules import best_fixed_scale, compare, simulate_rule
+from trainer import Checkpoints, Monitoring
 from trainer.step.measure import measure
 
 pytestmark = pytest.mark.sampled
@@ -51,9 +52,9 @@ def run(rule, model_dir, precision="mixed_float16", steps=STEPS, **arguments):
         precision=precision,
         loss_scale=rule,
         model_dir=model_dir,
-        data_resume="restart",
+        checkpoints=Checkpoints(data_resume="restart"),
         verbose=False,
-        record_gradients=True,
+        monitoring=Monitoring(record_gradients=True),
         log_interval=25,
         **arguments,
     )
@@ -148,7 +149,7 @@ def test_the_lost_share_counts_elements(tmp_path):
 @pytest.mark.slow
 def test_a_step_of_a_resumed_run_is_read_once(tmp_path):
     """If a resumed run wrote a step twice, the later line counts."""
-    run("dynamic", tmp_path, steps=50, checkpoint_interval=20)
+    run("dynamic", tmp_path, steps=50, checkpoints=Checkpoints(interval=20))
     path = tmp_path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     last = next(line for line in reversed(lines) if line["split"] == "gradients")
@@ -180,7 +181,11 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path):
 
 def recording(tmp_path):
     """A trainer that records gradients, after one step."""
-    trainer = Linear(model_dir=tmp_path / "recording", verbose=False, record_gradients=True)
+    trainer = Linear(
+        model_dir=tmp_path / "recording",
+        verbose=False,
+        monitoring=Monitoring(record_gradients=True),
+    )
     trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
     return trainer
 

@@ -11,8 +11,8 @@ from helpers import attempt, copies, imitate_servers, reset_step_count
 
 import scaling
 from scaling import Cause
-from trainer import Trainer
-from trainer.step.objective import ONLY, check_may_alternate, objectives_of
+from trainer import Skips, Trainer, Updates
+from trainer.step.objective import ONLY, check_updates, objectives_of
 from trainer.step.rollback import read_copies, write_copies
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1)]
@@ -148,7 +148,7 @@ def test_several_optimizers_agree_with_tensorflow(
     trainer = Duel(
         strategy=mirrored(replicas) if replicas > 1 else "default",
         num_microbatches=num_microbatches,
-        alternate_optimizers=alternate,
+        updates=Updates(alternate_optimizers=alternate),
         seed=3,
         verbose=False,
     )
@@ -264,7 +264,7 @@ def poisoned(strategy, alternate, **arguments):
     """A float16 trainer that has taken one step."""
     trainer = Poisoned(
         strategy=strategy,
-        alternate_optimizers=alternate,
+        updates=Updates(alternate_optimizers=alternate),
         precision="mixed_float16",
         jit_compile=False,
         seed=1,
@@ -362,7 +362,7 @@ def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
     from the start: same noise, masks, statistics and weights.
     """
     strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
-    trainer = poisoned(strategy, alternate, on_overflow="retry")
+    trainer = poisoned(strategy, alternate, skips=Skips(on_overflow="retry"))
     start, state = read_copies(trainer.moving(), strategy), access.state(trainer).loss_scaler.state
     for bad in NAMES:
         batch = points(6, [bad], slope=1e4)
@@ -558,7 +558,7 @@ def test_a_part_may_be_called_loss(alternate):
                 "other": 3 * ones * self.model.other.weight,
             }
 
-    trainer = Named(alternate_optimizers=alternate, verbose=False)
+    trainer = Named(updates=Updates(alternate_optimizers=alternate), verbose=False)
     [report] = attempt(trainer, batches()[:1])
 
     assert report.grads_finite
@@ -599,7 +599,9 @@ def test_a_shared_loss_is_reported_once(mirrored, alternate):
     """One loss under the names of two optimizers (discriminative learning rates) moves both parts, and
     is reported and evaluated as it is, not twice as large.
     """
-    rates = Rates(strategy=mirrored(3), alternate_optimizers=alternate, verbose=False)
+    rates = Rates(
+        strategy=mirrored(3), updates=Updates(alternate_optimizers=alternate), verbose=False
+    )
     batch = {"x": np.ones([4, 1], np.float32)}
     assert rates.evaluate(batch, global_batch=4)["loss"] == 4.0
     [report] = attempt(rates, [batch])
@@ -639,7 +641,10 @@ def test_a_sum_of_losses_moves_both_parts_as_in_a_plain_loop(mirrored, alternate
     """
     x = np.float32([[0.5], [1.0], [-1.5], [2.0], [0.25], [1.25]])
     sums = Sums(
-        strategy=mirrored(3), num_microbatches=2, alternate_optimizers=alternate, verbose=False
+        strategy=mirrored(3),
+        num_microbatches=2,
+        updates=Updates(alternate_optimizers=alternate),
+        verbose=False,
     )
     sums.once = once
     [report] = attempt(sums, [{"x": x}])
@@ -681,15 +686,9 @@ def test_a_part_that_was_trained_and_is_frozen_has_no_objective():
 def test_optimizers_do_not_take_turns_on_parameter_servers(monkeypatch):
     """The undoing of the first update would undo those of other workers."""
     imitate_servers(monkeypatch)
-    with pytest.raises(ValueError, match="parameter servers") as error:
-        Trainer(alternate_optimizers=True)
-    message = (
-        "`{}` must be False with parameter servers; got True. If the second optimizer's update is "
-        "skipped, the first one's is undone, and with it what other workers have written in the "
-        "meantime. Leave it out: one backward pass then gives all gradients, under one verdict."
-    )
-    assert str(error.value) == message.format("alternate_optimizers")
-    with pytest.raises(ValueError, match="parameter servers") as error:
-        check_may_alternate(tf.distribute.get_strategy(), alternate=True)
-    assert str(error.value) == message.format("alternate")
-    check_may_alternate(tf.distribute.get_strategy(), alternate=False)
+    with pytest.raises(ValueError, match="`alternate_optimizers`"):
+        check_updates(
+            Updates(alternate_optimizers=True),
+            build_optimizers(),
+            tf.distribute.get_strategy(),
+        )

@@ -11,6 +11,7 @@ from plans import Pair, plan_of
 import scaling
 from scaling import Cause
 from scaling.telemetry.stats import COUNTS
+from trainer import Updates
 from trainer.step.diagnose import Evidence, NonfiniteTable
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.replica import ReplicaResult
@@ -37,7 +38,9 @@ def test_the_variable_is_named_by_its_position_in_the_model():
             "second": model.second.weight * batch,
         }
 
-    plan = plan_of(model, compute_loss, optimizer=optimizers, alternate=True)
+    plan = plan_of(
+        model, compute_loss, optimizer=optimizers, updates=Updates(alternate_optimizers=True)
+    )
     table = NonfiniteTable(tf.zeros([1]), tf.zeros([1, 2]), tf.ones([1]))
     gradients = [tf.constant(math.inf)]
     evidence = Evidence(table, tf.constant(value=True), gradients, gradients)

@@ -6,9 +6,8 @@ import pytest
 import tensorflow as tf
 from plans import Pair, keras_model, plan_of
 
-import scaling
 from scaling import Cause
-from trainer.step import Clip
+from trainer import Skips, Updates
 from trainer.step.plan import compiled_as, ones
 
 
@@ -25,9 +24,9 @@ def test_defaults():
 
     assert plan.example_weights(tf.ones([3, 2])).numpy().tolist() == [1.0] * 3
     assert plan.update_metrics((), ()) is None
-    assert (plan.num_microbatches, plan.max_retries, plan.jit_compile) == (1, 0, False)
-    assert (plan.clip, plan.halting_causes, plan.max_skips) == (Clip(), (Cause.WEIGHTS,), 100)
-    assert (plan.float32_after, plan.attribute_causes, plan.recorded) == (None, True, 0)
+    assert (plan.num_microbatches, plan.jit_compile, plan.recorded) == (1, False, 0)
+    assert (plan.updates.bounds, plan.skips.retries) == ({}, 0)
+    assert (plan.skips.halting_causes, plan.skips.max_skips) == ((Cause.WEIGHTS,), 100)
     assert len(plan.groups) == len(plan.objectives) == 1
 
 
@@ -49,7 +48,9 @@ def test_single_pass(mirrored, replicas, num_microbatches, single):
 @pytest.mark.parametrize(("alternate", "groups"), [(False, [[0, 1]]), (True, [[0], [1]])])
 def test_update_groups(alternate, groups):
     """Objectives form one group, or one each if they alternate."""
-    plan = plan_of(Pair(), optimizer=two_optimizers(), alternate=alternate)
+    plan = plan_of(
+        Pair(), optimizer=two_optimizers(), updates=Updates(alternate_optimizers=alternate)
+    )
 
     assert [group.positions for group in plan.groups] == groups
     assert [objective.name for objective in plan.objectives] == ["first", "second"]
@@ -66,7 +67,7 @@ def test_what_is_put_back_after_a_skip():
 
     model = Pair()
     model.statistic = tf.Variable(0.0, trainable=False)
-    plan = plan_of(model, optimizer=two_optimizers(), alternate=True)
+    plan = plan_of(model, optimizer=two_optimizers(), updates=Updates(alternate_optimizers=True))
     undone = {id(variable) for variable in plan.undo}
     slots = [v for objective in plan.objectives for v in objective.optimizer.variables]
 
@@ -76,7 +77,7 @@ def test_what_is_put_back_after_a_skip():
 
 def test_optimizers_are_built_with_an_average():
     """`ema_momentum` makes the optimizer keep an average of each weight."""
-    plan = plan_of(Pair(), ema_momentum=0.9)
+    plan = plan_of(Pair(), updates=Updates(ema_momentum=0.9))
     optimizer = plan.objectives[0].optimizer
 
     assert optimizer.built
@@ -136,17 +137,11 @@ def test_a_bad_argument_is_refused_before_the_optimizer_is_built():
     optimizer = keras.optimizers.SGD()
     with pytest.raises(ValueError, match="`num_microbatches` must be"):
         plan_of(Pair(), optimizer=optimizer, num_microbatches=0)
-    with pytest.raises(ValueError, match="`max_retries` must be"):
-        plan_of(Pair(), optimizer=optimizer, rule=scaling.DynamicLossScale(), max_retries=-1)
 
     assert not optimizer.built
 
 
 def test_a_module_cannot_be_made_to_compute_in_float32():
     """It casts in its own code."""
-    with pytest.raises(ValueError, match="float32_after") as error:
-        plan_of(Pair(), float32_after=3)
-    assert str(error.value) == (
-        "`float32_after` must be None unless the model is a keras.Model; got a Pair. A tf.Module "
-        "casts by itself, so the step cannot make it compute in float32. Leave out float32_after=."
-    )
+    with pytest.raises(ValueError, match="`on_stuck`"):
+        plan_of(Pair(), skips=Skips(on_stuck="float32", max_consecutive=3))

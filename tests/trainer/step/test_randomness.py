@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import scaling
+from trainer import Skips, Updates
 from trainer.keras_compat import all_layers
 from trainer.step import TrainState, attempt_step, plan_step
 from trainer.step.held_back import is_seed_state
@@ -207,7 +208,7 @@ def test_every_attempt_draws_the_same(mirrored, full, kind, replicas, num_microb
     }
     once = drawn_by(Drawing(kind, loss_scale=1.0, **arguments), [1.0, 4.0])
     rule = scaling.DynamicLossScale(2.0**18)
-    trainer = Drawing(kind, loss_scale=rule, on_overflow="retry", **arguments)
+    trainer = Drawing(kind, loss_scale=rule, skips=Skips(on_overflow="retry"), **arguments)
     batches = [
         slopes(*[slope * trainer.global_batch] * trainer.global_batch) for slope in (1.0, 4.0)
     ]
@@ -296,7 +297,7 @@ class Two(Drawing):
 @pytest.mark.thorough
 def test_alternating_optimizers_draw_different_numbers():
     """Each forward pass of a step draws its own numbers, and no two steps share any."""
-    drawn = drawn_by(Two("module", alternate_optimizers=True))
+    drawn = drawn_by(Two("module", updates=Updates(alternate_optimizers=True)))
     everything = flat(drawn)
 
     assert [len(replica) for step in drawn for replica in step] == [2] * 3

@@ -8,7 +8,7 @@ from helpers import copies
 from plans import Pair, keras_model, plan_of
 
 import scaling
-from trainer.step import Clip
+from trainer import Skips, Updates
 from trainer.step.replica import my_share, replica_step, taking_sums_alone
 from trainer.step.types import StepInputs
 
@@ -74,7 +74,7 @@ def test_branches_that_take_the_sums_alone_find_the_same_bits(bound):
     """In a program that holds the whole step, gradients are computed again from their sums."""
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     plan = plan_of(
-        in_scope(strategy, Pair), strategy=strategy, clip=Clip(**bound), jit_compile="step"
+        in_scope(strategy, Pair), strategy=strategy, updates=Updates(**bound), jit_compile="step"
     )
     state = scaling.FixedLossScale(2.0**10).initial_state()
     random = tf.constant([0, 0], tf.int64)
@@ -94,7 +94,7 @@ def test_branches_that_take_the_sums_alone_find_the_same_bits(bound):
 
 def test_gradients_are_clipped_and_the_norm_is_not():
     """L9: the gradients are within the bound, and the reported norm is that before clipping."""
-    plan = plan_of(Pair(), clip=Clip(clipvalue=4.0))
+    plan = plan_of(Pair(), updates=Updates(clipvalue=4.0))
     (first, second), _, norm, _ = step(plan, [3.0])
 
     assert (float(first[0]), float(second[0])) == (3.0, 4.0)
@@ -124,7 +124,7 @@ def test_a_step_can_be_computed_in_float32(in_float32, exact):
     def compute_loss(batch, training):
         return tf.cast(model(batch, training=training), tf.float32)[:, 0]
 
-    plan = plan_of(model, compute_loss, float32_after=1)
+    plan = plan_of(model, compute_loss, skips=Skips(on_stuck="float32", max_consecutive=1))
     value = 1.0 + 2.0**-20  # rounds to 1 in float16
     _, loss, *_ = step(plan, [[value]], in_float32=tf.constant(in_float32))
 

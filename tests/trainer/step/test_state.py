@@ -14,11 +14,10 @@ from trainer.step.state import TrainState
 RULE = scaling.DynamicLossScale()
 
 
-def plan(max_retries=0, halting_causes=(Cause.WEIGHTS,), max_skips=3):
+def plan(limit=0, halting_causes=(Cause.WEIGHTS,), max_skips=3):
     """The part of a plan that counting depends on."""
-    return SimpleNamespace(
-        max_retries=max_retries, halting_causes=halting_causes, max_skips=max_skips
-    )
+    skips = SimpleNamespace(retries=limit, halting_causes=halting_causes, max_skips=max_skips)
+    return SimpleNamespace(skips=skips)
 
 
 def count(state, cause, *, retries=0, in_float32=None, **settings):
@@ -83,9 +82,9 @@ def test_a_halting_cause_ends_the_run_at_once(cause, halting_causes):
 def test_retries_and_float32_steps_are_counted_separately():
     """L10: retries and steps in float32 are no steps of their own."""
     state = TrainState(RULE, seed=0)
-    count(state, Cause.NONE, retries=2, max_retries=4)
-    count(state, Cause.NONE, in_float32=tf.constant(True), max_retries=4)
-    count(state, Cause.NONE, in_float32=tf.constant(False), max_retries=4)
+    count(state, Cause.NONE, retries=2, limit=4)
+    count(state, Cause.NONE, in_float32=tf.constant(True), limit=4)
+    count(state, Cause.NONE, in_float32=tf.constant(False), limit=4)
 
     assert (int(state.step), int(state.retries), int(state.float32_steps)) == (3, 2, 1)
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from generators import ONE_OF_EACH
 from helpers import IMAGES, LABELS, SmallImages
 
+from trainer import Updates
 from trainer.step.xla_operations import (
     operations_on_int32_variables,
     operations_sized_by_values,
@@ -151,7 +152,7 @@ def test_a_step_that_is_one_program_uses_no_int32_variable(rule):
         precision="mixed_float16",
         loss_scale=rule,
         jit_compile="step",
-        ema_momentum=0.9,
+        updates=Updates(ema_momentum=0.9),
         seed=1,
         verbose=False,
     )
