@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from trainer.base.argument_checks import as_python
 from trainer.base.autograph import call_user, without_autograph
-from trainer.config.hooks import check_hooks
-from trainer.config.resolve import check_optimizer_name, resolve_loss
+from trainer.callbacks.callback import check_hooks
+from trainer.config.resolve import resolve_loss
 from trainer.losses.class_weights import check_class_weight, class_factors
 from trainer.losses.default_batch import check_inputs, check_real, misfit, unpack
 from trainer.losses.loss_fn import (
@@ -106,8 +106,6 @@ class Task:
         )
         kinds = (str, Mapping, list, tuple)
         check_given("loss_fn", loss_fn, kinds, "a keras.losses.Loss, its name")
-        if isinstance(optimizer, str):
-            check_optimizer_name(optimizer)
         self._given_model = model
         self._given_optimizer = optimizer
         overridden = type(self).build_optimizer is not Task.build_optimizer

@@ -26,19 +26,17 @@ from trainer.base.autograph import without_autograph
 from trainer.base.folder_lock import only_writer
 from trainer.base.scoped_seed import ScopedSeed, random_numbers_kept
 from trainer.callbacks.action import Action
-from trainer.callbacks.callback import Callback
+from trainer.callbacks.callback import HOOKS, Callback, check_callbacks
 from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitoring import Monitoring
 from trainer.checkpoint.best import export_model
 from trainer.checkpoint.settings import Checkpoints
 from trainer.config.attributes import CHANGEABLE, assign, check_assignment
-from trainer.config.hooks import HOOKS, check_callbacks
 from trainer.config.resolve import (
     LossScaleArgument,
     check_background,
     check_not_in_train,
     check_one_process,
-    check_outside_scope,
     check_recordable,
     dtype_policy,
     resolve_folder,
@@ -276,7 +274,7 @@ class Trainer(Task):
         self.seed = as_python(seed)
         self._seeded = ScopedSeed(self.seed)
         self.style = resolve_style(verbose, shown=self.is_chief)
-        check_callbacks("callbacks", callbacks)
+        check_callbacks(callbacks)
         self.callbacks = [each for each in callbacks if isinstance(each, Callback)]
         self.actions = [each for each in callbacks if isinstance(each, Action)]
         self.updates, self.checkpoints = updates, checkpoints
@@ -1333,8 +1331,6 @@ class Trainer(Task):
         Returns:
             The trainer's parts.
         """
-        if training:
-            check_outside_scope()
         if self._started and not self._begun:
             if forward is None:
                 self._parts = with_metric_variables(self, self._parts, batch)

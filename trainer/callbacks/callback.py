@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.callbacks.action import Action
+
 
 class Callback:
     """An object with hooks, for `Trainer(callbacks=[...])`.
@@ -160,3 +162,24 @@ def keys_of(callbacks: Sequence[Callback]) -> dict[str, Callback]:
         same = sum(type(one).__name__ == name for one in keyed.values())
         keyed[f"{name}_{same + 1}" if same else name] = callback
     return keyed
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def check_hooks(cls: type) -> None:
+    """Raises TypeError for a method of a trainer or a callback that no hook would ever call."""
+    for name in dir(cls):
+        if name.startswith("on_") and name not in HOOKS and callable(getattr(cls, name)):
+            raise TypeError(f"`{name}` of {cls.__name__} must be one of {', '.join(HOOKS)}")
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raises TypeError unless `callbacks` holds `Callback` and `Action` alone, with known hooks."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback | Action):
+            raise TypeError(
+                "`callbacks` must hold trainer.Callback and trainer.Action, with those of Keras in "
+                f"trainer.callbacks.KerasCallbacks; got a {type(callback).__name__}"
+            )
+        check_hooks(type(callback))

@@ -4,7 +4,7 @@ import contextlib
 import numbers
 import pathlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -12,7 +12,6 @@ from absl import logging
 
 import scaling
 import strategies
-from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.argument_checks import check_checkpoint_path, local_path
 from trainer.losses.loss_fn import check_loss_fn
 from trainer.losses.output_losses import is_several, resolve_output_losses
@@ -63,7 +62,6 @@ def resolve_rule(
 
     Raises:
         ValueError: for an unknown name, or a number that is not a power of two.
-        TypeError: for an object that is not a rule.
     """
     if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = "dynamic" if precision.needs_loss_scale else None
@@ -73,16 +71,7 @@ def resolve_rule(
         return scaling.FixedLossScale(loss_scale)  # type: ignore[arg-type]  # also a NumPy number
     if isinstance(loss_scale, str):
         return scaling.parse_rule(loss_scale)
-    is_rule = hasattr(loss_scale, "advance") and hasattr(loss_scale, "initial_state")
-    if not is_rule or isinstance(loss_scale, type):
-        name = getattr(loss_scale, "__name__", "")
-        found = f"the class {name}" if name else f"a {type(loss_scale).__name__}"
-        raise TypeError(
-            f"`loss_scale` must be a name, a number, None or a loss-scale rule; got {found}. A "
-            "rule has initial_state() and advance(). Use for example "
-            "scaling.DynamicLossScale(growth_interval=500)."
-        )
-    return cast("scaling.LossScaleRule", loss_scale)
+    return loss_scale  # type: ignore[return-value]  # a rule
 
 
 def resolve_loss(loss_fn: Any, reduction: str = "mean", loss_weights: Any = None) -> Any:
@@ -93,39 +82,13 @@ def resolve_loss(loss_fn: Any, reduction: str = "mean", loss_weights: Any = None
     Raises:
         ValueError: for a name that Keras does not know, or a loss that is no mean of the examples'
             own losses: see `check_loss_fn`.
-        TypeError: for a class instead of an object.
     """
     if is_several(loss_fn):
         return resolve_output_losses(loss_fn, loss_weights, reduction, resolve_loss)
-    if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
-        raise TypeError(
-            f"`loss_fn` must be an instance of a loss; got the class {loss_fn.__name__}. Calling "
-            f"the class would create a loss, not compute one. Pass {loss_fn.__name__}()."
-        )
-    try:
-        found = keras.losses.get(loss_fn) if isinstance(loss_fn, str) else loss_fn
-    except ValueError as error:
-        known = [name for name, each in vars(keras.losses).items() if callable(each)]
-        raise ValueError(
-            f"`loss_fn` must be the name of a Keras loss; got {shown(loss_fn)}. keras.losses has "
-            f"no loss of that name. {did_you_mean(loss_fn, known, 'Use for example mse.')}"
-        ) from error
+    found = keras.losses.get(loss_fn) if isinstance(loss_fn, str) else loss_fn
     if found is not None:
         check_loss_fn(found, reduction)
     return found
-
-
-def check_optimizer_name(name: str) -> None:
-    """Raises ValueError if Keras has no optimizer with this name; does not create one."""
-    base = keras.optimizers.Optimizer
-    classes = [each for each in vars(keras.optimizers).values() if isinstance(each, type)]
-    known = [each.__name__.lower() for each in classes if issubclass(each, base) and each != base]
-    if name.lower() not in known and keras.saving.get_registered_object(name) is None:
-        remedy = did_you_mean(name.lower(), known, "Use for example adam.")
-        raise ValueError(
-            f"`optimizer` must be the name of a Keras optimizer; got {shown(name)}. "
-            f"keras.optimizers has no optimizer of that name. {remedy}"
-        )
 
 
 def warn_of_conflicts(loss_scale: LossScaleArgument, precision: scaling.Precision) -> None:
@@ -177,13 +140,12 @@ def check_background(background: bool, strategy: tf.distribute.Strategy) -> None
 
 
 def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError, naming a method, if a strategy runs in several processes."""
+    """Raises ValueError, naming a method, if a strategy runs in several processes.
+
+    The changes that other processes make could not be undone.
+    """
     if strategies.capabilities(strategy).several_processes:
-        raise ValueError(
-            f"`{name}` works in a single process only; got a {type(strategy).__name__}. The "
-            "changes that other processes make could not be undone. Use "
-            'strategy="default" or "mirrored".'
-        )
+        raise ValueError(f"`{name}` works in one process only; got a {type(strategy).__name__}")
 
 
 def check_not_in_train(name: str, running: int | None, *, averaged: bool = False) -> None:
@@ -191,33 +153,14 @@ def check_not_in_train(name: str, running: int | None, *, averaged: bool = False
 
     Args:
         name: of the method.
-        running: the thread in which `train` takes steps; None if it does not.
+        running: the thread in which `train` takes steps; None if it does not. The steps of both
+            would be counted as one run.
         averaged: whether the model has averaged weights.
     """
     if averaged:
         raise RuntimeError(f"`averaged_weights` must be left before {name}() is called.")
     if running is not None:
-        raise RuntimeError(
-            f"`{name}` must not be called while train() runs, in a hook, an action or another "
-            "thread. The steps of both would be counted as one run. Call stop() in the hook, and "
-            f"{name}() after train() has returned; or use another trainer."
-        )
-
-
-def check_outside_scope() -> None:
-    """Raises RuntimeError if a trainer is started inside the scope of a strategy with copies.
-
-    The variables of its loop would get a copy for each replica, and TensorFlow's own error
-    would be about variable handles.
-    """
-    around = tf.distribute.get_strategy()
-    if tf.distribute.has_strategy() and not isinstance(around, tf.distribute.OneDeviceStrategy):
-        raise RuntimeError(
-            "A trainer must take steps outside of strategy.scope(); got a call inside that of a "
-            f"{type(around).__name__}. It enters the scope itself, where the model and the "
-            "optimizer are built, and the trainer's counters must not be copied to each replica. "
-            "Pass strategy= to Trainer, and call its methods after the `with` block."
-        )
+        raise RuntimeError(f"`{name}` must not be called while train() runs, as in a hook")
 
 
 @contextlib.contextmanager

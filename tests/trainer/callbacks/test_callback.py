@@ -1,14 +1,15 @@
 """Callbacks: objects with hooks that hear of a run, and whose states are saved with it."""
 
 import gc
+import inspect
 import weakref
 
 import numpy as np
 import pytest
 from helpers import Linear, slopes
 
-from trainer import Callback
-from trainer.callbacks.callback import keys_of
+from trainer import Callback, Trainer
+from trainer.callbacks.callback import HOOKS, check_hooks, keys_of
 
 
 class Record(Callback):
@@ -132,3 +133,19 @@ def test_states_are_saved_by_name():
         "Callback": other,
         "Record_2": second,
     }
+
+
+@pytest.mark.parametrize("name", ["on_evaluation_end", "on_train_batch_end", "on_click"])
+@pytest.mark.parametrize("kind", [Trainer, Callback])
+def test_an_unknown_hook_is_an_error(kind, name):
+    """A method that looks like a hook, and would never be called, is refused."""
+    with pytest.raises(TypeError, match=f"`{name}`"):
+        check_hooks(type("Own", (kind,), {name: print}))
+
+
+def test_the_hooks_of_a_callback_are_those_of_a_trainer():
+    """With the same arguments; an attribute that is no function is none."""
+    for name in HOOKS:
+        own, of_trainer = (inspect.signature(getattr(kind, name)) for kind in (Callback, Trainer))
+        assert list(own.parameters) == list(of_trainer.parameters)
+    check_hooks(type("Own", (Trainer,), {"on_screen": True}))

@@ -15,7 +15,6 @@ from trainer import Trainer
 from trainer.config.resolve import (
     check_background,
     check_one_process,
-    check_optimizer_name,
     check_recordable,
     dtype_policy,
     resolve_loss,
@@ -57,12 +56,6 @@ def test_a_rule_is_used_as_it_is():
     assert resolve_rule(rule, HALF) is rule
 
 
-def test_a_class_is_not_a_rule():
-    """The error for a class instead of an instance names the class."""
-    with pytest.raises(TypeError, match="got the class DynamicLossScale"):
-        resolve_rule(scaling.DynamicLossScale, HALF)
-
-
 def test_a_strategy_is_used_as_it_is(mirrored):
     """A strategy object is returned, and a name creates one."""
     strategy = mirrored(2)
@@ -78,43 +71,6 @@ def test_a_loss_can_have_a_name():
     assert resolve_loss("mse") is keras.losses.get("mse")
     assert resolve_loss(loss) is loss
     assert resolve_loss(None) is None
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (
-            "mean_square_error",
-            "`loss_fn` must be the name of a Keras loss; got 'mean_square_error'. keras.losses "
-            "has no loss of that name. Did you mean 'mean_squared_error'?",
-        ),
-        (
-            keras.losses.Huber,
-            "`loss_fn` must be an instance of a loss; got the class Huber. Calling the class would "
-            "create a loss, not compute one. Pass Huber().",
-        ),
-    ],
-)
-def test_other_losses_are_refused(loss, message):
-    """A misspelled name is answered with the closest one, and a class with its instance."""
-    with pytest.raises((TypeError, ValueError)) as error:
-        resolve_loss(loss)
-
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("name", ["adam", "Adam", "sgd", "lion"])
-def test_names_of_optimizers(name):
-    """Keras's optimizers have names, in any case; the base class is not one of them."""
-    check_optimizer_name(name)
-    with pytest.raises(ValueError, match="`optimizer` must be the name of a Keras optimizer"):
-        check_optimizer_name("optimizer")
-
-
-def test_a_misspelled_optimizer_is_answered_with_the_closest_name():
-    """The error suggests a name that exists."""
-    with pytest.raises(ValueError, match=r"got 'adamm'.* Did you mean 'adam'\?$"):
-        check_optimizer_name("adamm")
 
 
 def test_a_registered_optimizer_has_a_name():
@@ -166,7 +122,7 @@ def test_several_processes_can_neither_record_nor_try(monkeypatch, mirrored):
     check_recordable(0, strategy)
     with pytest.raises(ValueError, match="`max_records`"):
         check_recordable(3, strategy)
-    with pytest.raises(ValueError, match="`dry_run` works in a single process only"):
+    with pytest.raises(ValueError, match="`dry_run`"):
         check_one_process("dry_run", strategy)
 
 
@@ -202,44 +158,8 @@ def test_steps_are_not_taken_while_train_runs(method):
                 self.train_on_batch(slopes(1.0))
             )
 
-    with pytest.raises(RuntimeError, match="must not be called") as error:
+    with pytest.raises(RuntimeError, match=f"`{method}` must not be called"):
         Nested(verbose=False).train(slopes(1.0), 1, global_batch=1)
-    assert str(error.value) == (
-        f"`{method}` must not be called while train() runs, in a hook, an action or another thread. "
-        f"The steps of both would be counted as one run. Call stop() in the hook, and {method}() "
-        "after train() has returned; or use another trainer."
-    )
-
-
-@pytest.mark.parametrize("call", ["train", "train_on_batch", "dry_run", "overfit_one_batch"])
-def test_steps_are_taken_outside_of_a_scope(call):
-    """TensorFlow would fail with an error about handles; a trainer may be created in a scope."""
-    data = np.ones([4, 1], np.float32), np.ones([4, 1], np.float32)
-    arguments = {
-        "train": {"train_data": data, "steps": 1, "global_batch": 2},
-        "train_on_batch": {"batch": data},
-        "dry_run": {"train_data": data, "global_batch": 2},
-        "overfit_one_batch": {"train_data": data, "steps": 1, "global_batch": 2},
-    }[call]
-    strategy = strategies.create("mirrored", ["CPU:0", "CPU:1"])
-    with strategy.scope():
-        trainer = Trainer(
-            model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
-            optimizer="sgd",
-            loss_fn="mse",
-            strategy=strategy,
-            verbose=False,
-        )
-        with pytest.raises(RuntimeError) as error:
-            getattr(trainer, call)(**arguments)
-
-    assert str(error.value) == (
-        "A trainer must take steps outside of strategy.scope(); got a call inside that of a "
-        "MirroredStrategy. It enters the scope itself, where the model and the optimizer are built, "
-        "and the trainer's counters must not be copied to each replica. Pass strategy= to Trainer, and "
-        "call its methods after the `with` block."
-    )
-    getattr(trainer, call)(**arguments)
 
 
 def test_servers_do_not_share_memory(monkeypatch):
