@@ -59,14 +59,6 @@ MetricsArgument: TypeAlias = (
 )
 
 
-# Maps an argument to the method that a subclass can override instead of passing it.
-OVERRIDES = {
-    "model": "build_model",
-    "optimizer": "build_optimizer",
-    "loss_fn": "compute_loss",
-}
-
-
 class Task:
     """Model, optimizer, loss and metrics. `Trainer` is a `Task` that can also train and evaluate.
 
@@ -100,12 +92,6 @@ class Task:
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
-        check_given("model", model, (keras.Layer, tf.Module), "a keras.Layer or tf.Module")
-        check_given(
-            "optimizer", optimizer, (str, keras.optimizers.Optimizer), "a Keras optimizer, its name"
-        )
-        kinds = (str, Mapping, list, tuple)
-        check_given("loss_fn", loss_fn, kinds, "a keras.losses.Loss, its name")
         self._given_model = model
         self._given_optimizer = optimizer
         overridden = type(self).build_optimizer is not Task.build_optimizer
@@ -320,9 +306,8 @@ class Task:
         """
         if self.metrics and self._loss_fn is None:
             raise ValueError(
-                "`update_metrics` must be overridden along with compute_loss if there are metrics; "
-                f"got metrics {', '.join(self.metrics)} and no loss_fn. The metrics would never be "
-                "updated. Override update_metrics(batch, aux), or leave the metrics out."
+                "`update_metrics` must be overridden for metrics without a loss_fn; got "
+                f"{', '.join(self.metrics)}"
             )
         if self.metrics:
             check_outputs(aux, self.metrics)
@@ -435,18 +420,5 @@ def widened(before: Any, now: Any) -> Any:
         return before
 
 
-def check_given(name: str, value: object, kinds: Any, what: str) -> None:
-    """Raises TypeError unless an argument is None, a function, or of one of the given types."""
-    if value is not None and not isinstance(value, kinds) and not callable(value):
-        raise TypeError(
-            f"`{name}` must be {what} or a function; got {type(value).__name__}. The trainer "
-            f"cannot use a value of this type. Pass {what} or a function, or override "
-            f"{OVERRIDES[name]} in a subclass."
-        )
-
-
 def _missing(argument: str, method: str) -> ValueError:
-    return ValueError(
-        f"`{argument}` must be given unless {method}() is overridden; got None. The trainer has "
-        f"no default for it. Pass {argument}= or override {method}()."
-    )
+    return ValueError(f"`{argument}` must be given unless {method}() is overridden; got None")

@@ -354,11 +354,7 @@ class Trainer(Task):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises TypeError: `copy` and `pickle` would have to copy variables and open files."""
         del protocol
-        raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it holds variables, open files "
-            "and the strategy of this process. To hand over a trained model, call export(); to go "
-            "on in another process, make the same trainer there with the same model_dir."
-        )
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; see `export`")
 
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
@@ -645,9 +641,8 @@ class Trainer(Task):
         """Warns if the call before was ended by an operation that failed in a step."""
         if before.failure:
             logging.warning(
-                "An operation failed in the middle of the last step (%s). The variables may hold a "
-                "part of that step, which is not counted. To go on from the newest checkpoint "
-                "instead, make a new trainer.",
+                "An operation failed in the last step (%s). The variables may hold a part of it; a "
+                "new trainer goes on from the newest checkpoint.",
                 reason_of(before.failure.message),
             )
 
@@ -681,23 +676,16 @@ class Trainer(Task):
             CheckpointError: if the checkpoint cannot be written.
         """
         if self.model_dir is None:
-            raise ValueError(
-                "`model_dir` must be given to save a checkpoint; got None. Checkpoints are written "
-                "there. Pass Trainer(model_dir=...), or call export(path) for the model alone."
-            )
+            raise ValueError("`model_dir` must be given to save a checkpoint; got None")
         if not self.checkpoints.enabled:
-            raise ValueError(
-                "`enabled` of checkpoints must be True to save one; got False. To write the model "
-                "alone, call export(path)"
-            )
+            raise ValueError("`enabled` of checkpoints must be True to save one; got False")
         self._check_started("save_checkpoint")
         check_not_in_train("save_checkpoint", None, averaged=self._averaging)
         if self._failed:
             if self._failed.failure:
                 raise RuntimeError(
-                    "The run cannot be saved: an operation failed in the middle of a step, so the "
-                    "variables may hold a part of it. The checkpoints are as they were. Make a new "
-                    "trainer, which goes on from the newest one."
+                    "The run cannot be saved: an operation failed in the middle of a step. Make a "
+                    "new trainer, which goes on from the newest checkpoint"
                 ) from self._failed.failure
             self._begin_online(self._failed.batch)
         self._end_online(save=True)
@@ -1240,10 +1228,8 @@ class Trainer(Task):
         checkpoints = self._parts.checkpoints
         if checkpoints.lacks_average and averaged is not False:
             raise ValueError(
-                "`optimizer` must be given to evaluate the moving average of the weights; got a "
-                f"run without one, and {checkpoints.latest} holds the average. The average belongs "
-                "to the optimizer. Pass the optimizer of that run, or averaged=False for the "
-                "weights themselves."
+                f"`optimizer` must be that of the run for the moving average in "
+                f"{checkpoints.latest}; got None. Pass averaged=False for the weights themselves"
             )
         return evaluated_weights(self._parts.plan, averaged, beside_train=self._beside_train)
 
@@ -1379,15 +1365,10 @@ class Trainer(Task):
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError in a graph, or if the trainer has not seen any data yet."""
         if not tf.executing_eagerly():
+            # A Python number would stay in the graph as it is now.
             raise RuntimeError(
-                f"`{name}` must be used outside of compute_loss and other traced methods; got a "
-                "call in a graph. It is a Python number, which a graph would keep as it is now. "
-                "Read self.optimizer.iterations there, the number of applied updates; or assign "
-                "what you need to a tf.Variable in a hook."
+                f"`{name}` must be used outside of traced methods; read self.optimizer.iterations "
+                "there"
             )
         if not self._started:
-            raise RuntimeError(
-                f"`{name}` must be used after train, evaluate or predict; got a trainer that has "
-                "not seen any data. The first batch builds the model and restores the run. Call "
-                "train, evaluate or predict first."
-            )
+            raise RuntimeError(f"`{name}` must be used after train, evaluate or predict")

@@ -18,12 +18,12 @@ class Hooked(Linear):
         """Creates a counter that is saved in checkpoints."""
         super().__init__(verbose=False, **arguments)
         self.calls = []
-        self.updates = tf.Variable(0, dtype=tf.int64)
+        self.halved = tf.Variable(0, dtype=tf.int64)
         self.batches_evaluated = 0
 
     def checkpoint_items(self):
         """Saves the counter."""
-        return {"updates": self.updates}
+        return {"halved": self.halved}
 
     def on_train_begin(self):
         """Records the call."""
@@ -44,7 +44,7 @@ class Hooked(Linear):
     def train_step(self, batch):
         """Halves the slopes and counts the updates."""
         report = super().train_step({**batch, "slope": batch["slope"] / 2})
-        self.updates.assign_add(tf.cast(report.grads_finite, tf.int64))
+        self.halved.assign_add(tf.cast(report.grads_finite, tf.int64))
         return report
 
     def eval_step(self, batch):
@@ -77,7 +77,7 @@ def test_hooks_are_called_in_order(tmp_path):
     resumed.train(slopes(2.0, np.nan), steps=5, global_batch=2)
 
     assert resumed.calls[0] == ("train begins", 3)
-    assert int(resumed.updates.numpy()) == 3
+    assert int(resumed.halved.numpy()) == 3
 
 
 def test_metrics_without_an_update_are_refused():

@@ -76,14 +76,8 @@ def test_numbers_of_numpy_train_and_are_saved_as_those_of_python(tmp_path, lengt
 )
 def test_state_is_unavailable_before_any_data(name, ask):
     """Before any data, the error says which methods to call first."""
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=f"`{name}`"):
         ask(Linear(verbose=False))
-
-    assert str(error.value) == (
-        f"`{name}` must be used after train, evaluate or predict; got a trainer that has not seen "
-        "any data. The first batch builds the model and restores the run. Call train, evaluate or "
-        "predict first."
-    )
 
 
 @pytest.mark.parametrize(
@@ -241,10 +235,5 @@ def test_a_strategy_may_configure_the_devices_before_a_metric_is_made():
 def test_a_trainer_is_not_copied_or_pickled(hand_over):
     """Copies would share variables, and other processes have other strategies."""
     trainer = Trainer(model=linear_model, optimizer="sgd", loss_fn="mse", verbose=False)
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
         hand_over(trainer)
-    assert str(error.value) == (
-        "a Trainer cannot be copied or pickled: it holds variables, open files and the strategy of "
-        "this process. To hand over a trained model, call export(); to go on in another process, "
-        "make the same trainer there with the same model_dir."
-    )

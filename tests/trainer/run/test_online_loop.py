@@ -368,14 +368,8 @@ def test_a_step_that_failed_midway_is_not_saved(tmp_path):
     line.train_on_batch(slopes(1.0))
     with pytest.raises(tf.errors.InvalidArgumentError):
         line.train_on_batch(slopes(10.0))
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError, match="cannot be saved"):
         line.save_checkpoint()
-
-    assert str(refused.value) == (
-        "The run cannot be saved: an operation failed in the middle of a step, so the variables may "
-        "hold a part of it. The checkpoints are as they were. Make a new trainer, which goes on "
-        "from the newest one."
-    )
 
 
 @pytest.mark.parametrize("online", [True, False])
@@ -398,17 +392,12 @@ def test_going_on_after_a_step_that_failed_midway_is_not_silent(online, caplog):
     take(1.0, 1)
     with pytest.raises(tf.errors.InvalidArgumentError):
         take(10.0, 2)
-    assert not [text for text in caplog.messages if "in the middle" in text]
+    assert not [text for text in caplog.messages if "An operation failed" in text]
     take(1.0, 2)
     take(1.0, 3)
 
-    [message] = [text for text in caplog.messages if "in the middle" in text]
-    assert message.startswith("An operation failed in the middle of the last step (")
+    [message] = [text for text in caplog.messages if "An operation failed" in text]
     assert "too steep" in message
-    assert message.endswith(
-        "). The variables may hold a part of that step, which is not counted. To go on from the "
-        "newest checkpoint instead, make a new trainer."
-    )
 
 
 def test_without_checkpoints_nothing_is_saved_without_a_word(tmp_path):

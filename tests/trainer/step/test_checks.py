@@ -86,8 +86,7 @@ def built():
         ),
         (
             {"model": None},
-            "`model` must be given unless build_model() is overridden; got None. The trainer has "
-            "no default for it. Pass model= or override build_model().",
+            "`model` must be given unless build_model() is overridden",
         ),
         (
             {"model": lambda: 3},
@@ -168,8 +167,7 @@ def built():
         ),
         (
             {"loss_fn": None},
-            "`loss_fn` must be given unless compute_loss() is overridden; got None. The trainer "
-            "has no default for it. Pass loss_fn= or override compute_loss().",
+            "`loss_fn` must be given unless compute_loss() is overridden",
         ),
     ],
 )
