@@ -5,9 +5,6 @@ from scaling.base import tensorflow_startup
 tensorflow_startup.import_tensorflow()  # before anything else imports it
 
 from scaling.base.verdict import Cause, Verdict, as_verdict, find_cause
-from scaling.call_order import Token
-from scaling.layerwise.chain import LayerwiseGradients, layerwise_gradients
-from scaling.layerwise.rule import LayerwiseLossScale
 from scaling.ops.finite import all_finite
 from scaling.ops.gradients import coalesce, scale_loss, unscale_gradients
 from scaling.ops.precision import Precision
@@ -24,7 +21,7 @@ from scaling.rules.named import parse_rule
 from scaling.rules.presets import preset
 from scaling.rules.rule import LossScaleRule
 from scaling.rules.tolerant import TolerantLossScale, TolerantLossScaleState
-from scaling.scaler import LossScaler, update_together
+from scaling.scaler import LossScaler, Token, update_together
 from scaling.telemetry.recommend import Recommendation, recommend
 from scaling.telemetry.stats import GradientStats, gradient_stats
 
@@ -37,8 +34,6 @@ __all__ = [
     "GradientStats",
     "HeadroomLossScale",
     "HeadroomLossScaleState",
-    "LayerwiseGradients",
-    "LayerwiseLossScale",
     "LogMaxLossScale",
     "LogMaxLossScaleState",
     "LossScaleRule",
@@ -56,7 +51,6 @@ __all__ = [
     "coalesce",
     "find_cause",
     "gradient_stats",
-    "layerwise_gradients",
     "parse_rule",
     "preset",
     "recommend",

@@ -1,19 +1,41 @@
 """`LossScaler`: a rule with its state in variables, for custom training loops."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from scaling.base.argument_checks import LONGEST, check_state, shown
-from scaling.base.number_formats import check_power_of_two, nearest_power_of_two
+from scaling.base.argument_checks import shown
+from scaling.base.number_formats import check_power_of_two
+from scaling.base.traced_graphs import outermost_graph
 from scaling.base.types import RuleState, Structure
 from scaling.base.verdict import Cause, Verdict, VerdictLike, as_verdict
-from scaling.call_order import CallOrder, Token
 from scaling.ops.gradients import scale_loss, unscale_gradients
-from scaling.rules.rule import LossScaleRule, check_rule
-from scaling.rules.trial import checked_initial_state
+from scaling.rules.rule import LossScaleRule, try_rule
+
+
+class Token:
+    """Connects one call of `LossScaler.scale` with the matching call of `unscale`.
+
+    Attributes:
+        state: the rule's state at the time of the call, with the scale that multiplied the loss.
+
+    Example:
+        >>> import scaling
+        >>> _, token = scaling.LossScaler(scaling.FixedLossScale(8.0)).scale(tf.constant(1.0))
+        >>> float(token.loss_scale)
+        8.0
+    """
+
+    def __init__(self, state: RuleState) -> None:
+        """Stores the state."""
+        self.state = state
+
+    @property
+    def loss_scale(self) -> tf.Tensor:
+        """Shape (), float32: the scale that multiplied the loss."""
+        return self.state.loss_scale
 
 
 class LossScaler(tf.Module):
@@ -21,10 +43,10 @@ class LossScaler(tf.Module):
 
     Each step calls `scale`, `unscale` and `update`, in this order and in one function:
     `scale` and `unscale` once for each loss, `update` once per step. Several optimizers can
-    share one scaler if one `update` covers them all. Calls in the wrong order raise an error
-    that says which call is missing. The order is checked while the function is traced,
-    separately for each replica. All three calls, or just the first two, may be inside a loop.
-    In a branch (`tf.cond`, or an `if` on a tensor) there must be all three, or none.
+    share one scaler if one `update` covers them all. A loss that was scaled and not unscaled is
+    an error of `update`. It is found while the function is traced, for each replica, so it costs
+    nothing when the function runs. Call `update` after skipped steps, too: not in the branch
+    (`tf.cond`, or an `if` on a tensor) that applies the gradients.
 
     Create the scaler inside the strategy's scope, so that every replica gets a copy. To save
     it, add it to the `tf.train.Checkpoint` of the model and the optimizer, or save
@@ -38,8 +60,7 @@ class LossScaler(tf.Module):
         rule: a `DynamicLossScale`, any other rule of this package, or your own rule.
 
     Raises:
-        TypeError: if `rule` is not a rule, or its state is not a NamedTuple with a loss scale.
-        ValueError: if its initial scale is not a power of two.
+        ValueError: if a scale of the rule is not a power of two.
 
     Example:
         >>> import scaling
@@ -57,11 +78,15 @@ class LossScaler(tf.Module):
 
     def __init__(self, rule: LossScaleRule) -> None:
         """Creates one variable for each field of the rule's state."""
-        check_rule(rule)
+        try_rule(rule)
         super().__init__(name="loss_scaler")
         self.rule = rule
-        self._order = CallOrder()
-        initial: RuleState = checked_initial_state(rule, type(rule).__name__)
+        # What `scale` returned and `unscale` has not had, by graph (None: eager) and by replica.
+        self._eager_tokens: dict[int | None, set[Token]] = {}
+        self._tokens: weakref.WeakKeyDictionary[Any, dict[int | None, set[Token]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        initial: RuleState = rule.initial_state()
         self._state_type = type(initial)
         self._dtypes = {field: value.dtype for field, value in initial._asdict().items()}
         # NONE: all replicas assign the same value to their own copies. Any other aggregation
@@ -113,7 +138,8 @@ class LossScaler(tf.Module):
             The scaled loss, float32 (see `scale_loss`), and the token that `unscale` needs. A
             token can be used once, in the same function and on the same replica.
         """
-        token = self._order.record_scale(self.state)
+        token = Token(self.state)
+        self._pending().setdefault(replica_id(), set()).add(token)
         return scale_loss(loss, token.state), token
 
     def unscale(self, gradients: Structure, token: Token) -> Structure:
@@ -127,11 +153,17 @@ class LossScaler(tf.Module):
             The same structure, float32.
 
         Raises:
-            TypeError: if `token` is not a token.
-            ValueError: if the token was used before, or is from another scaler, graph or
+            ValueError: if the token was used before, or is from another scaler, function or
                 replica.
         """
-        return unscale_gradients(gradients, self._order.record_unscale(token))
+        pending = self._pending().get(replica_id(), set())
+        if token not in pending:
+            raise ValueError(
+                "`token` must be new, from this scaler and from the function that uses it; got "
+                f"{shown(token)}"
+            )
+        pending.remove(token)
+        return unscale_gradients(gradients, token.state)
 
     def update(self, verdict: VerdictLike) -> tf.Tensor:
         """Moves the scale after a step, and returns whether the step may be applied.
@@ -147,20 +179,19 @@ class LossScaler(tf.Module):
             Shape (), bool: whether every gradient was finite on every replica.
 
         Raises:
-            RuntimeError: if no loss was scaled, or a scaled loss was not unscaled; with several
-                replicas, if the scaler was created outside the strategy's scope, or `update` is
-                called inside a loop.
+            RuntimeError: if a scaled loss was not unscaled; with several replicas, if the scaler
+                was created outside the strategy's scope.
         """
         finite, move = self.prepare_update(verdict)
         move()
         return finite
 
     def reset(self) -> None:
-        """Discards the recorded calls, so that a new step can begin after an abandoned one.
+        """Forgets losses that were not unscaled, so that a step can begin after an abandoned one.
 
         This is needed only after an exception in eager mode. The rule's state does not change.
         """
-        self._order.reset()
+        self._pending().clear()
 
     def prepare_update(self, verdict: VerdictLike) -> tuple[tf.Tensor, Callable[[], None]]:
         """Does what `update` does, up to the point where the scale moves.
@@ -169,14 +200,20 @@ class LossScaler(tf.Module):
             verdict: as for `update`.
 
         Returns:
-            What `update` returns, and a function that moves the scale and ends the step. All that
-            may raise an error is done before, so that `update_together` moves all scales or none.
+            What `update` returns, and a function that moves the scale. All that may raise an error
+            is done before, so that `update_together` moves all scales or none.
 
         Raises:
             RuntimeError: as for `update`.
         """
         verdict = as_verdict(verdict)
-        self._order.check_complete()
+        own = replica_id()  # None: called outside of the replicas, for all of them
+        places = self._pending().items()
+        if any(tokens for place, tokens in places if own is None or place == own):
+            raise RuntimeError(
+                "`unscale` must be called for each `scale` before `update`; after an abandoned "
+                "step, call `reset`"
+            )
         context = tf.distribute.get_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
             self._check_scope(context.strategy)
@@ -185,26 +222,22 @@ class LossScaler(tf.Module):
 
         def move() -> None:
             self._write(values)
-            self._order.record_update()
 
         return verdict.grads_finite, move
+
+    def _pending(self) -> dict[int | None, set[Token]]:
+        """Returns the tokens without an `unscale` in what is being traced, by replica."""
+        graph = outermost_graph()
+        return self._eager_tokens if graph is None else self._tokens.setdefault(graph, {})
 
     def _check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Rejects variables that all replicas share, because every replica would update them."""
         for variable in self._variables.values():
             if not strategy.extended.variable_created_in_scope(variable):
-                raise RuntimeError(
-                    "`LossScaler` must be created inside the strategy's scope; got one created "
-                    "outside. The replicas would share one scale, and each of them would move it. "
-                    "Create it inside `with strategy.scope():`."
-                )
+                raise RuntimeError("`LossScaler` must be created inside `strategy.scope()`")
 
     def assign(self, state: RuleState) -> None:
-        """Replaces the state with one that the caller has computed, the same on every replica.
-
-        Raises:
-            TypeError: if `state` is not a state of the scaler's rule.
-        """
+        """Replaces the state with one that the caller has computed, the same on every replica."""
         self._write(self._values(state))
 
     def merge(
@@ -226,9 +259,6 @@ class LossScaler(tf.Module):
             verdict: the verdict that led from `before` to `after`: shape (), bool, or a `Verdict`.
                 None if it was not a single one.
 
-        Raises:
-            TypeError: if `before` or `after` is not a state of the scaler's rule.
-
         Example:
             >>> import scaling
             >>> scaler = LossScaler(scaling.DynamicLossScale(initial_scale=8.0))
@@ -239,8 +269,6 @@ class LossScaler(tf.Module):
             >>> float(scaler.loss_scale)
             4.0
         """
-        check_state(before, self._state_type)
-        check_state(after, self._state_type)
         told = None if verdict is None else as_verdict(verdict)
 
         def transaction() -> tf.Tensor:
@@ -261,13 +289,7 @@ class LossScaler(tf.Module):
             return tf.constant(True)
 
     def _values(self, state: RuleState) -> dict[str, tf.Tensor]:
-        """Returns the fields of a state as the variables hold them.
-
-        Raises:
-            TypeError: if `state` is not a state of the scaler's rule.
-            ValueError: if a field has another dtype.
-        """
-        check_state(state, self._state_type)
+        """Returns the fields of a state as the variables hold them."""
         return {field: self._stored(field, value) for field, value in state._asdict().items()}
 
     def _write(self, values: Mapping[str, tf.Tensor]) -> list[Any]:
@@ -301,49 +323,16 @@ class LossScaler(tf.Module):
         the next step.
 
         Raises:
-            ValueError: if the fields are not those of the rule's state, the scale is not a power
-                of two, or another value does not fit its field. Nothing is changed in this case.
+            ValueError: if the fields are not those of the rule's state, or the scale is not a power
+                of two. Nothing is changed in this case.
         """
-        if not isinstance(state, Mapping) or set(state) != set(self._variables):
-            found = ", ".join(map(str, state)) if isinstance(state, Mapping) else shown(state)
+        if set(state) != set(self._variables):
             raise ValueError(
-                f"`state` must have the fields {', '.join(self._variables)}; got "
-                f"{found[:LONGEST] or 'none'}. A "
-                f"{type(self.rule).__name__} state has exactly the required fields. Load the state "
-                "into a scaler with the rule that it was saved from."
+                f"`state` must have the fields {', '.join(self._variables)}; got {', '.join(state)}"
             )
-        scale = state["loss_scale"]
-        suggestion = nearest_power_of_two(scale, 2.0**15, low=2.0**-24, high=2.0**40)
-        check_power_of_two("loss_scale", scale, suggestion)
-        values = {
-            field: checked_value(field, state[field], current)
-            for field, current in self.state._asdict().items()
-        }
+        check_power_of_two("loss_scale", state["loss_scale"])
+        values = {field: tf.constant(state[field], dtype) for field, dtype in self._dtypes.items()}
         self.assign(self._state_type(**values))
-
-
-def checked_value(field: str, value: Any, current: tf.Tensor) -> tf.Tensor:
-    """Returns a value for a field of a state, in the dtype and shape that it has now.
-
-    Raises:
-        ValueError: if it is no number, or the dtype does not have it.
-    """
-    try:
-        found = np.asarray(value)
-        with np.errstate(invalid="ignore", over="ignore"):
-            cast = found.astype(current.dtype.as_numpy_dtype)
-        same = np.isfinite(found) == np.isfinite(cast)
-        if current.dtype.is_integer:
-            same = found == cast
-        fits = found.shape == current.shape and bool(np.all(same))
-    except (TypeError, ValueError, OverflowError):
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"`{field}` must be a number of dtype {current.dtype.name}; got {shown(value)}. The "
-            "state holds one number for each field. Load a state that state_dict() returned."
-        )
-    return tf.constant(cast)
 
 
 def _rebuilt(kind: type[LossScaler], rule: LossScaleRule, state: dict[str, Any]) -> LossScaler:
@@ -387,7 +376,6 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
         Shape (), bool: whether all gradients of all losses were finite on every replica.
 
     Raises:
-        TypeError: if `scalers` is not a list of scalers, or `verdicts` is not a list.
         ValueError: if the numbers of scalers and verdicts differ, or a scaler occurs twice.
         RuntimeError: if the loss of a scaler was not unscaled.
 
@@ -402,27 +390,9 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
         >>> [float(scaler.loss_scale) for scaler in scalers]
         [4.0, 8.0]
     """
-    is_list = isinstance(scalers, tuple | list) and scalers
-    if not is_list or not all(isinstance(scaler, LossScaler) for scaler in scalers):
-        raise TypeError(
-            f"`scalers` must be a list of LossScalers; got {type(scalers).__name__}. Each loss "
-            "has its own scaler. Pass for instance [generator_scaler, discriminator_scaler]."
-        )
-    if not isinstance(verdicts, tuple | list) or isinstance(verdicts, Verdict):
-        raise TypeError(
-            f"`verdicts` must be a list of verdicts; got {type(verdicts).__name__}. Each scale "
-            "follows its own loss. Pass them in the order of the scalers."
-        )
-    if len(scalers) != len(verdicts):
-        raise ValueError(
-            f"`verdicts` must hold one verdict per scaler; got {len(verdicts)} verdicts for "
-            f"{len(scalers)} scalers. Each scale follows its own loss. Pass them in the order of "
-            "the scalers."
-        )
     if len({id(scaler) for scaler in scalers}) < len(scalers):
         raise ValueError(
-            "`scalers` must be different; got the same LossScaler more than once. Its scale would "
-            "move once for each loss. With one scaler for several losses, call its `update` once."
+            "`scalers` must be different; for several losses of one, call its `update`"
         )
     verdicts = [as_verdict(verdict) for verdict in verdicts]
     pairs = zip(scalers, verdicts, strict=True)
@@ -449,14 +419,7 @@ def agree_on_verdict(verdict: Verdict, context: tf.distribute.ReplicaContext) ->
     own_row = tf.range(replicas)[:, None] == tf.cast(context.replica_id_in_sync_group, tf.int32)
     # Use `tf.where` and not a product: 0 times NaN would turn the other rows into NaN.
     table = tf.where(own_row, tf.stack(values)[None], 0.0)
-    try:
-        table = context.all_reduce(tf.distribute.ReduceOp.SUM, table)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "`update` must be called directly in the function that `strategy.run` runs, if there "
-            "are several replicas; got a call inside a loop or an inner tf.function. TensorFlow "
-            "cannot all-reduce there. Put the loop around `strategy.run` instead."
-        ) from error
+    table = context.all_reduce(tf.distribute.ReduceOp.SUM, table)
     bad, causes, magnitudes = tf.unstack(table, axis=1)
     first = tf.reduce_min(tf.where(bad > 0, causes, float(max(Cause))))
     return Verdict(
@@ -464,3 +427,13 @@ def agree_on_verdict(verdict: Verdict, context: tf.distribute.ReplicaContext) ->
         cause=tf.cast(first, tf.int32),
         max_magnitude=None if verdict.max_magnitude is None else tf.reduce_max(magnitudes),
     )
+
+
+def replica_id() -> int | None:
+    """Returns the number of the calling replica.
+
+    The result is None in cross-replica context, and on TPUs, where all replicas run one program.
+    """
+    context = tf.distribute.get_replica_context()
+    number = context and tf.get_static_value(context.replica_id_in_sync_group)
+    return None if number is None else int(number)

@@ -7,13 +7,6 @@ below the best fixed scale (the largest scale at which no step overflows), and w
 gradients' elements float16 would have flushed to zero. The program also plots the scales into
 RUN/scales.png. The run must have been trained with `record_gradients=True`. The assumptions of the
 simulation are listed in `scaling/telemetry/simulate_rules.py`.
-
-    python -m scaling.simulate RUN/metrics.jsonl --float8_rules=delayed,keras3,current
-
-simulates the rules of float8 tensors instead. For each tensor and rule, this prints how often the
-largest magnitude would have saturated, how many factors of two above it were left unused, and how
-often the scale moved, and plots scales into RUN/float8_scales.png. Its assumptions are listed in
-`scaling/telemetry/simulate_float8.py`.
 """
 
 import itertools
@@ -25,11 +18,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scaling.telemetry.float8_record import read_float8_record
-from scaling.telemetry.float8_table import draw_float8, float8_table
-from scaling.telemetry.output import new_figure, printable, save_figure
 from scaling.telemetry.record import Record, read_record
-from scaling.telemetry.simulate_float8 import compare_float8
 from scaling.telemetry.simulate_rules import Outcome, best_fixed_scale, compare, unexplained
 
 RULES = flags.DEFINE_list(
@@ -38,17 +27,10 @@ RULES = flags.DEFINE_list(
     "Comma-separated loss-scale rules to simulate, such as dynamic, pytorch or 2^16; see "
     "scaling.parse_rule. A rule with commas of its own goes into double quotes.",
 )
-FLOAT8_RULES = flags.DEFINE_list(
-    "float8_rules",
-    [],
-    "Comma-separated float8 rules to simulate instead: delayed, current, keras3, flax or "
-    "transformer_engine, with fields such as delayed:history_length=16:margin=1.",
-)
 PLOT = flags.DEFINE_string(
     "plot",
     None,
-    "File for the plot of the scales, by default scales.png beside the metrics, or "
-    "float8_scales.png with --float8_rules; empty for no plot.",
+    "File for the plot of the scales, by default scales.png beside the metrics; empty for no plot.",
 )
 
 
@@ -95,7 +77,9 @@ def draw(record: Record, outcomes: list[Outcome], path: str | pathlib.Path) -> A
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
     """
-    figure = new_figure(figsize=(8, 4.5))
+    from matplotlib.figure import Figure  # of the extra "plot"
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     styles = itertools.cycle(["-", "--", "-.", ":"])  # to tell overlapping lines apart
     for outcome, style in zip(outcomes, styles, strict=False):
@@ -110,33 +94,8 @@ def draw(record: Record, outcomes: list[Outcome], path: str | pathlib.Path) -> A
     axes.yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
     axes.legend()
     axes.grid(alpha=0.3)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=100)
     return figure
-
-
-def simulate(metrics: pathlib.Path) -> None:
-    """Prints the table of loss-scale rules, and plots the scales."""
-    record = read_record(metrics)
-    outcomes = compare(record, RULES.value)
-    print(table(record, outcomes))
-    if path := plot_path(metrics, "scales.png"):
-        draw(record, outcomes, path)
-        print(f"Plot written to {printable(str(path))}")
-
-
-def simulate_float8(metrics: pathlib.Path) -> None:
-    """Prints the table of float8 rules, and plots the scales."""
-    record = read_float8_record(metrics)
-    outcomes = compare_float8(record.tensors, FLOAT8_RULES.value)
-    print(float8_table(record, outcomes))
-    if path := plot_path(metrics, "float8_scales.png"):
-        draw_float8(record, outcomes, path)
-        print(f"Plot written to {printable(str(path))}")
-
-
-def plot_path(metrics: pathlib.Path, name: str) -> str | pathlib.Path:
-    """Returns where to plot, by default beside the metrics; an empty text for no plot."""
-    return metrics.with_name(name) if PLOT.value is None else PLOT.value or ""
 
 
 def main(arguments: list[str]) -> None:
@@ -145,19 +104,15 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("Pass one file: python -m scaling.simulate RUN/metrics.jsonl")
     metrics = pathlib.Path(arguments[1])
     try:
-        if FLOAT8_RULES.value:
-            simulate_float8(metrics)
-        else:
-            simulate(metrics)
-    except OSError as error:
-        path = printable(str(error.filename2 or error.filename or metrics))
-        sys.exit(
-            f"{path} cannot be read or written: {error.strerror}. The program reads the "
-            "metrics.jsonl of a run, and writes the plot beside it. Pass a file that you may read, "
-            "and another --plot, or --plot= for none."
-        )
-    except (TypeError, ValueError, ModuleNotFoundError) as error:
-        sys.exit(printable(str(error)))
+        record = read_record(metrics)
+        outcomes = compare(record, RULES.value)
+        print(table(record, outcomes))
+        plot = metrics.with_name("scales.png") if PLOT.value is None else PLOT.value
+        if plot:
+            draw(record, outcomes, plot)
+            print(f"Plot written to {plot}")
+    except (OSError, TypeError, ValueError, ModuleNotFoundError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

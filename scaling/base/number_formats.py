@@ -65,19 +65,14 @@ def ceil_log2(x: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.right_shift(bits, 23) - 127 + tf.cast(fraction > 0, tf.int32)
 
 
-def check_power_of_two(name: str, value: Any, suggestion: float) -> None:
-    """Raises ValueError, naming the argument, unless `value` is a power of two in range.
+def check_power_of_two(name: str, value: Any) -> None:
+    """Raises ValueError, naming the argument, unless `value` can be a loss scale.
 
-    Args:
-        name: the argument's name.
-        value: the argument's value.
-        suggestion: the value to recommend in the error.
+    Only powers of two scale and unscale gradients without changing their bits.
     """
     if not is_power_of_two(value):
         raise ValueError(
-            f"`{name}` must be a power of two between 2^-126 and 2^126; got {shown(value)}. Only "
-            "powers of two scale and unscale gradients without changing their bits. "
-            f"Use {power_of_two_text(suggestion)}."
+            f"`{name}` must be a power of two from 2^-126 to 2^126; got {shown(value)}"
         )
 
 
@@ -88,48 +83,5 @@ def is_power_of_two(value: Any) -> bool:
         >>> is_power_of_two(0.25), is_power_of_two(3), is_power_of_two(2.0**127)
         (True, False, False)
     """
-    if not is_number(value) or not SMALLEST_SCALE <= as_float(value) <= LARGEST_SCALE:
-        return False
-    return math.frexp(value)[0] == 0.5
-
-
-def nearest_power_of_two(
-    value: Any, otherwise: float, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE
-) -> float:
-    """Returns the power of two nearest to `value`, to suggest in its place.
-
-    Args:
-        value: the rejected value, of any type.
-        otherwise: what to return if `value` is not a positive finite number, or if the nearest
-            power of two is not in `[low, high]`.
-        low: the smallest sensible suggestion.
-        high: the largest sensible suggestion.
-
-    Example:
-        >>> nearest_power_of_two(1000, otherwise=32768.0)
-        1024.0
-        >>> nearest_power_of_two(0.0, otherwise=32768.0)
-        32768.0
-    """
-    if not is_number(value) or not 0 < as_float(value) < math.inf:
-        return otherwise
-    nearest = float(2.0 ** min(max(round(math.log2(value)), -126), 126))
-    return nearest if low <= nearest <= high else otherwise
-
-
-def power_of_two_text(value: float) -> str:
-    """Returns a power of two as readable Python code.
-
-    Example:
-        >>> power_of_two_text(1024.0), power_of_two_text(2.0**-14)
-        ('1024.0', '2.0**-14')
-    """
-    return repr(float(value)) if 2.0**-4 <= value <= 2.0**16 else f"2.0**{round(math.log2(value))}"
-
-
-def as_float(value: float) -> float:
-    """Returns a number as a Python float; an int too large for a float becomes inf."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    in_range = is_number(value) and SMALLEST_SCALE <= value <= LARGEST_SCALE
+    return in_range and math.frexp(value)[0] == 0.5

@@ -32,6 +32,12 @@ def graphs_around(graph: Any) -> Iterator[Any]:
         graph = getattr(graph, "outer_graph", None)
 
 
+def outermost_graph() -> Any:
+    """Returns the graph of the outermost function that is being traced; None in eager mode."""
+    functions = [each for each in graphs_around(current_graph()) if hasattr(each, "outer_graph")]
+    return functions[-1] if functions else None
+
+
 def compiled_by_xla() -> bool:
     """Returns whether the function that is being traced has jit_compile=True, or one around it has.
 

@@ -1,11 +1,11 @@
 """The verdict on a step's gradients: whether they were finite and, if not, the cause."""
 
 import enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_flag, is_integer, shown
+from scaling.base.argument_checks import as_flag
 
 
 class Cause(enum.IntEnum):
@@ -59,8 +59,7 @@ def find_cause(
         A `Cause`: shape (), int32.
 
     Raises:
-        TypeError: if an argument is not a bool.
-        ValueError: if an argument is not a scalar.
+        ValueError: if an argument is not a single bool.
 
     Example:
         >>> cause = find_cause(loss_finite=True, local_gradients_finite=False,
@@ -69,12 +68,7 @@ def find_cause(
         'BACKWARD'
     """
     overflow_causes = tf.where(
-        as_flag(
-            "at_min_scale",
-            at_min_scale,
-            "This flag says whether the scale cannot be lowered any further.",
-            "Pass state.loss_scale <= rule.min_scale",
-        ),
+        as_flag("at_min_scale", at_min_scale),
         [int(Cause.MODEL)] * 2,
         [int(Cause.BACKWARD), int(Cause.REDUCTION)],
     )
@@ -88,13 +82,7 @@ def find_cause(
     cause = tf.constant(int(Cause.NONE))
     # Go from the last stage to the first, so that the earliest failure wins.
     for name, (finite, stage_cause) in stages.items():
-        flag = as_flag(
-            name,
-            finite,
-            "This flag says whether every value was finite at that stage.",
-            "Pass the result of scaling.all_finite()",
-        )
-        cause = tf.where(flag, cause, stage_cause)
+        cause = tf.where(as_flag(name, finite), cause, stage_cause)
     return cause
 
 
@@ -138,8 +126,7 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
         verdict: a `Verdict`, or just grads_finite: a Python bool or a bool tensor, shape ().
 
     Raises:
-        ValueError: if grads_finite is not a scalar, or the cause is not the number of a `Cause`.
-        TypeError: if grads_finite is not a bool.
+        ValueError: if grads_finite is not a single bool.
 
     Example:
         >>> bool(as_verdict(False).overflowed)
@@ -147,23 +134,4 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
     """
     name = "verdict.grads_finite" if isinstance(verdict, Verdict) else "verdict"
     verdict = verdict if isinstance(verdict, Verdict) else Verdict(verdict)
-    grads_finite = as_flag(
-        name,
-        verdict.grads_finite,
-        "This flag says whether every gradient was finite.",
-        "Pass scaling.all_finite(gradients)",
-    )
-    if not is_cause(verdict.cause):
-        raise ValueError(
-            f"`verdict.cause` must be a scaling.Cause; got {shown(verdict.cause)}. A cause names "
-            "the stage of the step at which a value was first not finite. Pass the result of "
-            "scaling.find_cause(), or leave it out."
-        )
-    return verdict._replace(grads_finite=grads_finite)
-
-
-def is_cause(cause: Any) -> bool:
-    """Returns whether a value is the number of a `Cause`; of a tensor, whether it can be one."""
-    if tf.is_tensor(cause):
-        return bool(cause.dtype.is_integer) and cause.shape.rank in (0, None)
-    return is_integer(cause) and int(cause) in set(Cause)
+    return verdict._replace(grads_finite=as_flag(name, verdict.grads_finite))

@@ -5,14 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from scaling.float8.magnitudes import (
-    as_amax,
-    check_constants,
-    check_shape,
-    check_state,
-    largest_magnitude,
-    own_scale,
-)
+from scaling.float8.magnitudes import check_constants, largest_magnitude, own_scale
 
 
 class CurrentScalingState(NamedTuple):
@@ -77,11 +70,8 @@ class CurrentScaling:
 
         Args:
             shape: the shape of the scale, for which other rules make room.
-
-        Raises:
-            ValueError: if the shape is no tuple of ints.
         """
-        check_shape(shape)
+        del shape
         return CurrentScalingState()
 
     def amax(self, x: tf.Tensor) -> tf.Tensor:
@@ -89,9 +79,6 @@ class CurrentScaling:
 
         Args:
             x: any shape, any float dtype.
-
-        Raises:
-            TypeError: if `x` does not have a float dtype.
         """
         return largest_magnitude(x)
 
@@ -106,23 +93,12 @@ class CurrentScaling:
         Returns:
             The shape of `amax`, float32, within [2^-126, 2^126]. It is 1 where `amax` is 0, inf or
             NaN: no scale helps a tensor that is not finite, so its step had better be skipped.
-
-        Raises:
-            TypeError: if the state is not a `CurrentScalingState`, or `amax` is not a float.
         """
-        check_state(state, CurrentScalingState)
-        return own_scale(as_amax(amax), self.dtype, self.margin, self.power_of_two)
-
-    def spread(self, scale: tf.Tensor, x: tf.Tensor) -> tf.Tensor:  # noqa: ARG002
-        """Returns the scale as `quantize` takes it, which is as it is: a tensor has only one."""
-        return scale
+        del state
+        amax = tf.cast(amax, tf.float32)
+        return own_scale(amax, self.dtype, self.margin, self.power_of_two)
 
     def advance(self, state: CurrentScalingState, amax: tf.Tensor | float) -> CurrentScalingState:
-        """Returns the state after a step, which is the same.
-
-        Raises:
-            TypeError: as for `choose_scale`.
-        """
-        check_state(state, CurrentScalingState)
-        as_amax(amax)
+        """Returns the state after a step, which is the same."""
+        del amax
         return state

@@ -5,13 +5,10 @@ from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_bool, is_integer, is_name_in, shown
-from scaling.float8.formats import format_of
+from scaling.base.argument_checks import check_bool, check_integer, shown
+from scaling.float8.cast import FORMATS
 from scaling.float8.magnitudes import (
-    as_amax,
     check_constants,
-    check_shape,
-    check_state,
     is_usable,
     largest_magnitude,
     power_of_two_scale,
@@ -94,30 +91,20 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         """Rejects constants that are out of range."""
         check_constants(self)
-        if not is_integer(self.history_length) or not 1 <= self.history_length <= LONGEST_HISTORY:
+        check_integer("history_length", self.history_length, 1, LONGEST_HISTORY)
+        if self.algorithm not in ("max", "most_recent"):
             raise ValueError(
-                "`history_length` must be an int from 1 to 2^20; got "
-                f"{shown(self.history_length)}. It is the number of steps whose largest magnitudes "
-                "are remembered. Use 1024, the default."
-            )
-        if not is_name_in(self.algorithm, ("max", "most_recent")):
-            raise ValueError(
-                f'`algorithm` must be "max" or "most_recent"; got {shown(self.algorithm)}. It says '
-                'which of the remembered magnitudes sets the scale. Use "max", the default.'
+                f'`algorithm` must be "max" or "most_recent"; got {shown(self.algorithm)}'
             )
         for name in FLAGS:
-            check_bool(name, getattr(self, name), "It switches a part of the rule.", "Pass a bool")
+            check_bool(name, getattr(self, name))
 
     def initial_state(self, shape: tuple[int, ...] = ()) -> DelayedScalingState:
         """Returns the state before the first step: a scale of 1, and a history of zeros.
 
         Args:
             shape: the shape of the scale; with (n,), one state holds n tensors' scales.
-
-        Raises:
-            ValueError: if the shape is no tuple of ints.
         """
-        check_shape(shape)
         return DelayedScalingState(tf.ones(shape), tf.zeros([self.history_length, *shape]))
 
     def amax(self, x: tf.Tensor) -> tf.Tensor:
@@ -125,9 +112,6 @@ class DelayedScaling:
 
         Args:
             x: any shape, any float dtype.
-
-        Raises:
-            TypeError: if `x` does not have a float dtype.
         """
         return largest_magnitude(x)
 
@@ -137,17 +121,9 @@ class DelayedScaling:
         Args:
             state: the state before the step.
             amax: as for `advance`. Rules that look at the tensor itself need it here.
-
-        Raises:
-            TypeError: as for `advance`.
-            ValueError: as for `advance`.
         """
-        self._checked(state, amax)
+        del amax
         return state.scale
-
-    def spread(self, scale: tf.Tensor, x: tf.Tensor) -> tf.Tensor:  # noqa: ARG002
-        """Returns the scale as `quantize` takes it, which is as it is: a tensor has only one."""
-        return scale
 
     def advance(self, state: DelayedScalingState, amax: tf.Tensor | float) -> DelayedScalingState:
         """Moves the scale after one step. Pure: it changes no variables.
@@ -159,12 +135,8 @@ class DelayedScaling:
 
         Returns:
             The state after the step.
-
-        Raises:
-            TypeError: if the state is not a `DelayedScalingState`, or `amax` is not a float.
-            ValueError: if `amax` does not have the shape of the scale.
         """
-        newest = self._checked(state, amax)
+        newest = tf.cast(amax, tf.float32)
         # A ring: the oldest number stands behind the newest.
         history = tf.concat([newest[None], state.history[2:], state.history[:1]], axis=0)
         history = history[: self.history_length]
@@ -179,21 +151,9 @@ class DelayedScaling:
             tf.where(finite, moved.history, state.history),
         )
 
-    def _checked(self, state: DelayedScalingState, amax: tf.Tensor | float) -> tf.Tensor:
-        """Returns `amax` as float32, after a check of both arguments of `advance`."""
-        check_state(state, DelayedScalingState)
-        newest, shape = as_amax(amax), tf.convert_to_tensor(state.scale).shape
-        if not newest.shape.is_compatible_with(shape):
-            raise ValueError(
-                f"`amax` must have the shape of the scale; got {newest.shape} and {shape}. Each "
-                "scale follows the magnitudes of one tensor. Pass one number for each, or make "
-                "the state with initial_state(shape)."
-            )
-        return newest
-
     def _scale_for(self, largest: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         """Returns the scale for a largest magnitude; the old one for 0, inf and NaN."""
-        usable, limit = is_usable(largest), format_of(self.dtype).largest
+        usable, limit = is_usable(largest), FORMATS[self.dtype].largest
         if self.power_of_two:
             found = power_of_two_scale(tf.where(usable, largest, limit), limit, self.margin)
             return tf.where(usable, found, scale)

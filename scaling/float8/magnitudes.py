@@ -1,17 +1,14 @@
-"""The largest magnitude of a tensor, the scale that it calls for, and the checks of both."""
+"""The largest magnitude of a tensor, and the scale that it calls for."""
 
-import math
 from typing import Any
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, check_bool, is_integer, shown
+from scaling.base.argument_checks import check_bool, check_integer
 from scaling.base.number_formats import two_to_the
-from scaling.float8.cast import checked
-from scaling.float8.formats import format_of
+from scaling.float8.cast import FORMATS
 
 LARGEST_MARGIN = 64
-MOST_SCALES = 2**20
 INFINITE = 0x7F800000  # the bits of inf; those of a NaN are larger
 
 
@@ -26,11 +23,8 @@ def magnitude_bits(x: tf.Tensor) -> tf.Tensor:
 
     Returns:
         The shape of `x`, int32.
-
-    Raises:
-        TypeError: if `x` does not have a float dtype.
     """
-    bits = tf.bitcast(tf.cast(checked(x), tf.float32), tf.int32)
+    bits = tf.bitcast(tf.cast(x, tf.float32), tf.int32)
     return tf.bitwise.bitwise_and(bits, 0x7FFFFFFF)
 
 
@@ -87,7 +81,7 @@ def own_scale(amax: tf.Tensor, dtype: str, margin: int, power_of_two: bool) -> t
         >>> own_scale(tf.constant([0.0, 3.5, 1e30]), "float8_e4m3fn", 0, True).numpy().tolist()
         [1.0, 0.0078125, 2.4758800785707605e+27]
     """
-    usable, limit = is_usable(amax), format_of(dtype).largest
+    usable, limit = is_usable(amax), FORMATS[dtype].largest
     amax = tf.where(usable, amax, limit)
     if power_of_two:
         found = power_of_two_scale(amax, limit, margin)
@@ -118,52 +112,12 @@ def octaves_above(x: tf.Tensor, limit: float) -> tf.Tensor:
     return shift(bits, 23) - shift(of_limit, 23) + tf.cast(above, tf.int32)
 
 
-def as_amax(amax: tf.Tensor | float) -> tf.Tensor:
-    """Returns largest magnitudes as float32; raises TypeError for what is no float."""
-    tensor = as_tensor("amax", amax)
-    if not tensor.dtype.is_floating:
-        raise TypeError(
-            f"`amax` must have a float dtype; got {tensor.dtype.name}. It is the largest "
-            "magnitude of a tensor. Pass tf.reduce_max(tf.abs(tensor))."
-        )
-    return tf.cast(tensor, tf.float32)
-
-
-def check_state(state: Any, kind: type) -> None:
-    """Raises TypeError unless a state is of a rule's own kind."""
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"`state` must be a {kind.__name__}; got {type(state).__name__}. Each rule has "
-            "a state type of its own. Pass what initial_state() or advance() returned."
-        )
-
-
-def check_shape(shape: Any) -> None:
-    """Raises ValueError unless a shape is a tuple of ints, with room for at most 2^20 scales."""
-    if (
-        not isinstance(shape, tuple | tf.TensorShape)
-        or not all(is_integer(size) and 0 <= size <= MOST_SCALES for size in shape)
-        or math.prod(shape) > MOST_SCALES
-    ):
-        raise ValueError(
-            "`shape` must be a tuple of ints whose product is at most 2^20; got "
-            f"{shown(shape)}. It says how many tensors' scales a state holds. Use (), the default, "
-            "for one tensor, or (n,) for n."
-        )
-
-
 def check_constants(rule: Any) -> None:
-    """Checks what all rules have: the format, the margin, and whether scales are powers of two.
+    """Checks what all rules have: the margin, and whether scales are powers of two.
 
     Raises:
-        ValueError: if the format is unknown, or the margin is out of range.
+        ValueError: if the margin is out of range.
         TypeError: if `power_of_two` is not a bool.
     """
-    format_of(rule.dtype)
-    if not is_integer(rule.margin) or not -LARGEST_MARGIN <= rule.margin <= LARGEST_MARGIN:
-        raise ValueError(
-            f"`margin` must be an int from -64 to 64; got {shown(rule.margin)}. It counts "
-            "factors of two above the largest magnitude. Use 0, the default."
-        )
-    why, remedy = "It switches a part of the rule.", "Pass a bool"
-    check_bool("power_of_two", rule.power_of_two, why, remedy)
+    check_integer("margin", rule.margin, -LARGEST_MARGIN, LARGEST_MARGIN)
+    check_bool("power_of_two", rule.power_of_two)

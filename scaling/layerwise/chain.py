@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, check_bool, shown
+from scaling.base.argument_checks import shown
 from scaling.base.types import Gradient
 from scaling.layerwise.rule import LayerwiseLossScale
 from scaling.ops.gradients import unscale_gradients
@@ -58,9 +58,7 @@ def layerwise_gradients(
         The loss, the gradients and each layer's total scale.
 
     Raises:
-        TypeError: if `inputs`, `loss_fn`, `rule` or `training` has the wrong type.
-        ValueError: if `layers` is not a chain, is empty, or contains a trainable layer twice; or
-            if no gradient reaches a trainable layer.
+        ValueError: if `layers` contains a trainable layer twice.
 
     Example:
         >>> import keras
@@ -70,22 +68,16 @@ def layerwise_gradients(
         [[[4, 2], [2]], [[2, 1], [1]]]
     """
     rule = LayerwiseLossScale() if rule is None else rule
-    layers = _as_chain(layers)
-    _check_arguments(loss_fn, rule, training)
+    layers = list(layers.layers if isinstance(layers, tf.keras.Sequential) else layers)
     passes: list[_LayerPass] = []
-    outputs = as_tensor("inputs", inputs)
+    outputs = tf.convert_to_tensor(inputs)
     for layer in layers:
         passes.append(_forward(layer, outputs, training, is_first=not passes))
         outputs = passes[-1].outputs
     _check_trained_once(layers)
     with tf.GradientTape() as tape:
         tape.watch(outputs)
-        loss = as_tensor("loss_fn", loss_fn(outputs))
-    if not loss.dtype.is_floating:
-        raise TypeError(
-            f"`loss_fn` must return a float tensor; got {loss.dtype.name}. Only floats have "
-            "gradients. Return for instance tf.reduce_mean(outputs)."
-        )
+        loss = tf.convert_to_tensor(loss_fn(outputs))
     gradient, total = tape.gradient(loss, outputs), tf.constant(1.0)
     gradients, totals = [], []
     for layer_pass in reversed(passes):
@@ -113,18 +105,7 @@ def _forward(
     keywords = {"training": training} if isinstance(layer, tf.keras.layers.Layer) else {}
     with tf.GradientTape() as tape:
         tape.watch(watched_inputs)
-        try:
-            outputs = layer(inputs, **keywords)
-        except Exception as error:
-            if not keywords:  # a function of the caller's own: its own error says more
-                raise
-            raise ValueError(
-                f"`inputs` must fit the layers; got shape {tuple(inputs.shape)}, "
-                f"{inputs.dtype.name}, for {type(layer).__name__}, which raised "
-                f"{type(error).__name__}. Each layer takes what the layer before it returns. The "
-                "cause is in the error above this one."
-            ) from error
-        outputs = as_tensor("layers", outputs)
+        outputs = tf.convert_to_tensor(layer(inputs, **keywords))
     return _LayerPass(layer, inputs, watched_inputs, outputs, tape)
 
 
@@ -145,13 +126,7 @@ def _backward(
     """
     variables = list(getattr(layer_pass.layer, "trainable_variables", ()))
     if gradient is None:
-        if variables:
-            raise ValueError(
-                f"`layers` must pass a gradient to {shown(layer_pass.layer)}; got None. Another "
-                "layer, between this layer and the loss, is not differentiable. Set `trainable = "
-                "False` on this layer, or replace the other one."
-            )
-        return None, [], above
+        return None, [None] * len(variables), above
     kernels = _kernels_of(layer_pass.layer)
     total = rule.total_scale(gradient, layer_pass.inputs, kernels, above)
     # Multiply in float32: in half precision, the scale itself could be infinite.
@@ -163,48 +138,12 @@ def _backward(
     return (input_gradients[0] if input_gradients else None), variable_gradients, total
 
 
-def _as_chain(layers: Any) -> list[Callable[..., tf.Tensor]]:
-    """Returns the layers of a chain, first to last; raises ValueError if it is not a chain."""
-    chain = layers.layers if isinstance(layers, tf.keras.Sequential) else layers
-    if not isinstance(chain, list | tuple) or not chain or not all(map(callable, chain)):
-        raise ValueError(
-            "`layers` must be a keras.Sequential or a nonempty list of callables; got "
-            f"{shown(layers)}. Each layer takes the output of the previous layer: branches that "
-            "join would need equal scales. Wrap branches into one layer, and pass a list of the "
-            "layers."
-        )
-    return list(chain)
-
-
-def _check_arguments(loss_fn: Any, rule: Any, training: Any) -> None:
-    """Checks the arguments of `layerwise_gradients` before the forward pass."""
-    if not callable(loss_fn):
-        raise TypeError(
-            f"`loss_fn` must be a function of the last layer's outputs; got {shown(loss_fn)}. "
-            "Names of losses are not supported here. Pass for instance tf.reduce_mean."
-        )
-    if not isinstance(rule, LayerwiseLossScale):
-        raise TypeError(
-            f"`rule` must be a LayerwiseLossScale; got {type(rule).__name__}. Other "
-            "rules work on whole steps, not on layers. Pass LayerwiseLossScale(), or None."
-        )
-    check_bool(
-        "training",
-        training,
-        "The value is passed to Keras layers.",
-        "Use True, the default, or False",
-    )
-
-
 def _check_trained_once(layers: list[Callable[..., tf.Tensor]]) -> None:
     """Rejects a trainable layer that occurs twice. Called when all layers have been built."""
     trained = [layer for layer in layers if getattr(layer, "trainable_variables", ())]
     for index, layer in enumerate(trained):
         if any(layer is other for other in trained[:index]):
-            raise ValueError(
-                f"`layers` must contain each layer once; got {shown(layer)} twice. Its two "
-                "gradients would have different scales. Use two separate layers."
-            )
+            raise ValueError(f"`layers` must contain each layer once; got {shown(layer)} twice")
 
 
 def _kernels_of(layer: Callable[..., tf.Tensor]) -> list[Any]:

@@ -8,13 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, check_scalar, is_integer, is_number, shown
+from scaling.base.argument_checks import is_number, shown
 from scaling.base.number_formats import (
     HALF_FLUSHED,
     HALF_MAX,
     check_power_of_two,
     floor_power_of_two,
-    nearest_power_of_two,
 )
 
 SMALLEST_HALF = 2 * HALF_FLUSHED  # the smallest positive float16; the paper rounds it to 6e-8
@@ -70,19 +69,14 @@ class LayerwiseLossScale:
 
     def __post_init__(self) -> None:
         """Rejects bounds below 1, and fractions outside [1e-12, 1)."""
-        for name, default in (("max_layer_scale", 16.0), ("max_total_scale", 1024.0)):
+        for name in ("max_layer_scale", "max_total_scale"):
             bound = getattr(self, name)
-            check_power_of_two(name, bound, nearest_power_of_two(bound, default, low=2.0))
-            if bound < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1; got {shown(bound)}. A smaller bound would "
-                    f"shrink gradients. Use {default}, the default."
-                )
+            check_power_of_two(name, bound)
+            if bound < 1:  # it would shrink gradients
+                raise ValueError(f"`{name}` must be at least 1; got {shown(bound)}")
         if not is_number(self.underflow_share) or not 1e-12 <= self.underflow_share < 1:
             raise ValueError(
-                "`underflow_share` must be at least 1e-12 and less than 1; got "
-                f"{shown(self.underflow_share)}. The share is the fraction of products that may "
-                "underflow. Use 1e-3, the default."
+                f"`underflow_share` must be in [1e-12, 1); got {shown(self.underflow_share)}"
             )
 
     def total_scale(
@@ -104,20 +98,9 @@ class LayerwiseLossScale:
         Returns:
             Shape (), float32: a power of two within `[1, max_total_scale]`, at most
             `max_layer_scale` times `above`; `above` itself if the gradient is not finite.
-
-        Raises:
-            TypeError: if the gradient does not have a float dtype, or an argument cannot be
-                converted to tensors.
-            ValueError: if a kernel has fewer than two dimensions, or `above` is not a scalar.
         """
-        gradient, inputs = as_tensor("gradient", gradient), as_tensor("inputs", inputs)
-        if not gradient.dtype.is_floating:
-            raise TypeError(
-                f"`gradient` must have a float dtype; got {gradient.dtype.name}. Only floats can "
-                "underflow. Pass the gradient of the layer's outputs."
-            )
-        above = _as_scale(above)
-        kernels = _as_kernels(kernels)
+        above = tf.cast(above, tf.float32)
+        kernels = [tf.cast(kernel, tf.float32) for kernel in kernels]
         deviation, largest = _deviation(gradient), _largest(gradient)
         if kernels:
             rows = tf.cast(tf.reduce_prod(tf.shape(gradient)[:-1]), tf.float32)
@@ -132,33 +115,6 @@ class LayerwiseLossScale:
         scale = floor_power_of_two(tf.minimum(wanted, HALF_MAX / largest))
         total = tf.clip_by_value(above * scale, 1.0, self.max_total_scale)
         return tf.where(tf.math.is_finite(largest) & tf.math.is_finite(deviation), total, above)
-
-
-def _as_scale(above: Any) -> tf.Tensor:
-    """Returns the total scale of the layer above: shape (), float32."""
-    why = "One factor scales the whole gradient."
-    remedy = "Pass the total scale of the layer above, or 1.0 for the last layer"
-    scale = as_tensor("above", above)
-    check_scalar("above", scale, why, remedy)
-    if not scale.dtype.is_floating and not is_integer(above):
-        raise TypeError(f"`above` must be a float; got {scale.dtype.name}. {why} {remedy}.")
-    return tf.cast(scale, tf.float32)
-
-
-def _as_kernels(kernels: Any) -> list[tf.Tensor]:
-    """Returns a layer's kernels in float32."""
-    remedy = "Gradients are multiplied by matrices. Pass a list of kernels without biases."
-    if not isinstance(kernels, list | tuple):
-        raise TypeError(f"`kernels` must be a list; got {shown(kernels)}. {remedy}")
-    found = [as_tensor("kernels", kernel) for kernel in kernels]
-    for kernel in found:
-        if not kernel.dtype.is_floating:
-            raise TypeError(f"`kernels` must have float dtypes; got {kernel.dtype.name}. {remedy}")
-        if len(kernel.shape) < 2:
-            raise ValueError(
-                f"`kernels` must have rank 2 or more; got shape {tuple(kernel.shape)}. {remedy}"
-            )
-    return [tf.cast(kernel, tf.float32) for kernel in found]
 
 
 def _deviation(tensor: tf.Tensor) -> tf.Tensor:

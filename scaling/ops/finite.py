@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor
 from scaling.base.types import Structure
 
 
@@ -18,9 +17,6 @@ def all_finite(structure: Structure) -> tf.Tensor:
     Returns:
         Shape (), bool.
 
-    Raises:
-        TypeError: if a leaf cannot be converted to a tensor.
-
     Example:
         >>> bool(all_finite([tf.constant([1.0, 2.0]), None]))
         True
@@ -31,7 +27,7 @@ def all_finite(structure: Structure) -> tf.Tensor:
     for leaf in tf.nest.flatten(structure):
         if leaf is None:
             continue
-        tensor = as_tensor("structure", leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf)
+        tensor = tf.convert_to_tensor(leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf)
         if tensor.dtype.is_floating or tensor.dtype.is_complex:
             flags.append(is_finite(tensor))
     if len(flags) == 1:

@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, loss_scale_of, map_leaves
 from scaling.base.traced_graphs import compiled_by_xla
 from scaling.base.types import Gradient, RuleState, Structure
 from scaling.rules.constant import NoLossScaleState
@@ -23,7 +22,7 @@ def scale_loss(loss: tf.Tensor | float, state: RuleState) -> tf.Tensor:
         A tensor with the shape of `loss`: float64 if the loss is float64, and float32 otherwise.
 
     Raises:
-        TypeError: if the loss does not have a float dtype, or the state has no `loss_scale`.
+        TypeError: if the loss does not have a float dtype.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
@@ -35,17 +34,10 @@ def scale_loss(loss: tf.Tensor | float, state: RuleState) -> tf.Tensor:
         >>> scaled.dtype.name, float(scaled) == 2.0**19
         ('float32', True)
     """
-    loss_scale = loss_scale_of(state)
-    loss = as_tensor("loss", loss)
-    if not loss.dtype.is_floating:
-        raise TypeError(
-            f"`loss` must have a float dtype; got {loss.dtype.name}. Integers have no gradient. "
-            "Compute the loss from float32 tensors."
-        )
-    loss = at_least_float32(loss)
+    loss = at_least_float32("loss", tf.convert_to_tensor(loss))
     if isinstance(state, NoLossScaleState):
         return loss
-    return loss * tf.cast(loss_scale, loss.dtype)
+    return loss * tf.cast(state.loss_scale, loss.dtype)
 
 
 def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
@@ -66,7 +58,7 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
         `tf.IndexedSlices` stay sparse, with each index once; for an exception see `coalesce`.
 
     Raises:
-        TypeError: if a gradient does not have a float dtype, or the state has no `loss_scale`.
+        TypeError: if a gradient does not have a float dtype.
 
     Example:
         >>> import scaling
@@ -76,7 +68,7 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
         (0.001953125, 'float32', None)
     """
     # Of a scalar: TensorFlow's graphs only approximate the reciprocals of vectors.
-    reciprocal = 1.0 / loss_scale_of(state)
+    reciprocal = 1.0 / state.loss_scale
 
     def unscale(gradient: Gradient) -> Gradient:
         if gradient is None:
@@ -85,12 +77,12 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
         if isinstance(gradient, tf.IndexedSlices):
             values = unscale(gradient.values)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        gradient = at_least_float32(as_tensor("gradients", gradient))
+        gradient = at_least_float32("gradients", tf.convert_to_tensor(gradient))
         if isinstance(state, NoLossScaleState):
             return gradient
         return gradient * tf.cast(reciprocal, gradient.dtype)
 
-    return map_leaves("gradients", unscale, gradients)
+    return tf.nest.map_structure(unscale, gradients)
 
 
 def coalesce(gradient: Gradient) -> Gradient:
@@ -118,7 +110,7 @@ def coalesce(gradient: Gradient) -> Gradient:
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    values = at_least_float32(gradient.values)
+    values = at_least_float32("gradients", gradient.values)
     gradient = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     if are_unique(gradient.indices):
         return gradient
@@ -143,16 +135,12 @@ def are_unique(indices: tf.Tensor) -> bool:
     return indices.op.type in ("Unique", "UniqueV2") and indices.value_index == 0
 
 
-def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
+def at_least_float32(name: str, tensor: tf.Tensor) -> tf.Tensor:
     """Casts half-precision tensors to float32; returns float32 and float64 as they are.
 
     Raises:
         TypeError: for other dtypes; a cast would drop the imaginary part of a complex number.
     """
     if not tensor.dtype.is_floating:
-        raise TypeError(
-            f"`gradients` must have float dtypes; got {tensor.dtype.name}. Loss scaling is defined "
-            "for real numbers only. Leave such gradients out, or pass the real and imaginary parts "
-            "of complex ones."
-        )
+        raise TypeError(f"`{name}` must have a float dtype; got {tensor.dtype.name}")
     return tensor if tensor.dtype == tf.float64 else tf.cast(tensor, tf.float32)

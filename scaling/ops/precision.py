@@ -4,7 +4,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, is_name_in, map_leaves, shown
+from scaling.base.argument_checks import shown
 from scaling.base.types import Structure
 
 COMPUTE_DTYPES = {
@@ -44,9 +44,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Rejects unknown names."""
-        if not is_name_in(self.name, COMPUTE_DTYPES):
+        if self.name not in COMPUTE_DTYPES:
             raise ValueError(
-                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {shown(self.name)}."
+                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {shown(self.name)}"
             )
 
     @property
@@ -70,19 +70,11 @@ class Precision:
         return self.compute_dtype == "float16"
 
     def cast_to_compute(self, tree: Structure) -> Structure:
-        """Returns `tree` with its float tensors cast to `compute_dtype`; keeps other leaves.
-
-        Raises:
-            TypeError: if a leaf cannot be converted to a tensor.
-        """
+        """Returns `tree` with its float tensors cast to `compute_dtype`; keeps other leaves."""
         return cast_floats(tree, self.compute_dtype)
 
     def cast_to_variable(self, tree: Structure) -> Structure:
-        """Returns `tree` with its float tensors cast to `variable_dtype`; keeps other leaves.
-
-        Raises:
-            TypeError: if a leaf cannot be converted to a tensor.
-        """
+        """Returns `tree` with its float tensors cast to `variable_dtype`; keeps other leaves."""
         return cast_floats(tree, self.variable_dtype)
 
 
@@ -94,7 +86,7 @@ def cast_floats(tree: Structure, dtype: str) -> Structure:
             return None
         if isinstance(leaf, tf.IndexedSlices):
             return tf.IndexedSlices(cast(leaf.values), leaf.indices, leaf.dense_shape)
-        tensor = as_tensor("tree", leaf)
+        tensor = tf.convert_to_tensor(leaf)
         return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
 
-    return map_leaves("tree", cast, tree)
+    return tf.nest.map_structure(cast, tree)

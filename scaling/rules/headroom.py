@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state, shown
+from scaling.base.argument_checks import check_integer
 from scaling.base.number_formats import HALF_BITS, HALF_MAX, floor_power_of_two
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
@@ -100,13 +100,8 @@ class HeadroomLossScale:
         """Rejects constants with which the scale could leave its bounds or never move."""
         check_bounds(self)
         check_factors(self.growth_factor, self.backoff_factor)
-        check_headroom_bits(self.headroom_bits)
-        check_count(
-            "growth_interval",
-            self.growth_interval,
-            "This argument counts finite steps.",
-            "Use 100, the default",
-        )
+        check_integer("headroom_bits", self.headroom_bits, 0, HALF_BITS)
+        check_count("growth_interval", self.growth_interval)
         normalize_numbers(self)
 
     def initial_state(self) -> HeadroomLossScaleState:
@@ -132,13 +127,10 @@ class HeadroomLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not of this rule's type, or `grads_finite` is not a bool.
-            ValueError: if `max_magnitude` is None, `grads_finite` is not a scalar, or the cause is
-                not a `Cause`.
+            ValueError: if `max_magnitude` is None, or `grads_finite` is not a single bool.
         """
-        check_state(state, HeadroomLossScaleState)
         verdict = as_verdict(verdict)
-        magnitude = require_magnitude(verdict, "HeadroomLossScale", state.loss_scale)
+        magnitude = require_magnitude(verdict, state.loss_scale)
         tracked = self._track(state, verdict.overflowed, magnitude)
         searched = self._search(state, verdict.overflowed, magnitude)
         moved = select_state(state.found, tracked, searched)
@@ -182,14 +174,3 @@ class HeadroomLossScale:
 
     def _clip(self, loss_scale: tf.Tensor) -> tf.Tensor:
         return tf.clip_by_value(loss_scale, self.min_scale, self.max_scale)
-
-
-def check_headroom_bits(bits: int) -> None:
-    """Raises ValueError unless `bits` is an int from 0 to `HALF_BITS`."""
-    remedy = "Use 4, the default"
-    check_count("headroom_bits", bits, "This argument counts factors of two.", remedy, least=0)
-    if bits > HALF_BITS:
-        raise ValueError(
-            f"`headroom_bits` must be at most {HALF_BITS}; got {shown(bits)}. Float16 has only "
-            f"that many factors of two between its smallest and its largest number. {remedy}."
-        )

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state, is_number, shown
+from scaling.base.argument_checks import is_number, shown
 from scaling.base.number_formats import HALF_MAX, SMALLEST_NORMAL, two_to_the
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
@@ -98,15 +98,10 @@ class LogMaxLossScale:
         for name in ("mean_decay", "deviation_decay"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < 1:
-                raise ValueError(
-                    f"`{name}` must be a number in [0, 1); got {shown(value)}. At each step a "
-                    "running mean keeps this fraction of its value. Use 0.99, which averages over "
-                    "about 100 steps."
-                )
+                raise ValueError(f"`{name}` must be a number in [0, 1); got {shown(value)}")
         if not is_number(self.deviations) or not 0 <= self.deviations <= 100:
             raise ValueError(
-                f"`deviations` must be a number from 0 to 100; got {shown(self.deviations)}. The "
-                "headroom is this number of standard deviations. Use 3.09, the default."
+                f"`deviations` must be a number from 0 to 100; got {shown(self.deviations)}"
             )
         normalize_numbers(self)
 
@@ -132,13 +127,10 @@ class LogMaxLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not of this rule's type, or `grads_finite` is not a bool.
-            ValueError: if `max_magnitude` is None, `grads_finite` is not a scalar, or the cause is
-                not a `Cause`.
+            ValueError: if `max_magnitude` is None, or `grads_finite` is not a single bool.
         """
-        check_state(state, LogMaxLossScaleState)
         verdict = as_verdict(verdict)
-        magnitude = require_magnitude(verdict, "LogMaxLossScale", state.loss_scale)
+        magnitude = require_magnitude(verdict, state.loss_scale)
         scale, overflowed = state.loss_scale, verdict.overflowed
         x = tf.where(overflowed, LOG2_HALF_MAX - log2(scale) + 1.0, log2(magnitude))
         updated = self._update_statistics(state, x)

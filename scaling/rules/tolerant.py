@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_bool, check_state, is_number, shown
+from scaling.base.argument_checks import check_bool, is_number, shown
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
     MAX_COUNT,
@@ -91,24 +91,11 @@ class TolerantLossScale:
         """Rejects constants with which the scale could leave its bounds or never move."""
         check_bounds(self)
         check_factors(self.growth_factor, self.backoff_factor)
-        check_count(
-            "growth_interval",
-            self.growth_interval,
-            "This argument counts finite steps.",
-            "Use 2000, the default",
-        )
+        check_count("growth_interval", self.growth_interval)
+        # With 1 the scale would never back off.
         if not is_number(self.tolerance) or not 0 <= self.tolerance < 1:
-            raise ValueError(
-                f"`tolerance` must be a number in [0, 1); got {shown(self.tolerance)}. The "
-                "tolerance is the fraction of steps that may overflow; with 1 the scale would "
-                "never back off. Use 0.05, the default."
-            )
-        check_bool(
-            "scale_interval",
-            self.scale_interval,
-            "This switch says whether the growth interval grows and shrinks with the scale.",
-            "Use False, the default, or True to follow metaseq",
-        )
+            raise ValueError(f"`tolerance` must be a number in [0, 1); got {shown(self.tolerance)}")
+        check_bool("scale_interval", self.scale_interval)
         normalize_numbers(self)
 
     def initial_state(self) -> TolerantLossScaleState:
@@ -135,10 +122,8 @@ class TolerantLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not of this rule's type, or `grads_finite` is not a bool.
-            ValueError: if `grads_finite` is not a scalar, or the cause is not a `Cause`.
+            ValueError: if `grads_finite` is not a single bool.
         """
-        check_state(state, TolerantLossScaleState)
         verdict = as_verdict(verdict)
         overflowed = verdict.overflowed
         interval = state.growth_interval if self.scale_interval else self.growth_interval

@@ -140,10 +140,7 @@ def read_lines(path: str | pathlib.Path) -> Iterator[tuple[int, str]]:
     """
     path = pathlib.Path(path)
     if path.exists() and not path.is_file():
-        raise ValueError(
-            f"{path} must be a file; got a folder, a pipe or a device. A run writes its log to "
-            "metrics.jsonl, in its --model_dir. Pass that file."
-        )
+        raise ValueError(f"{path} must be a file, such as the metrics.jsonl of a run")
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         number, is_start = 0, True
         while text := file.readline(LONGEST_LINE):
@@ -193,7 +190,7 @@ def parse_record(
             new, new_counts = _parse_rows(line, interval=len(counts)), _parse_counts(line)
             precision, shares = _parse_setting(line)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            damage = damaged_line(number, path, text, error)
+            damage = damaged_line(number, path, error)
             if on_damage is None:
                 raise damage from error
             on_damage(damage)
@@ -203,11 +200,7 @@ def parse_record(
         rows += new
         counts.append(new_counts)
     if not rows:
-        raise ValueError(
-            f"{path} has no recorded gradients. Recording takes another pass over the gradients "
-            "at every step, so it is off by default. Train with record_gradients=True, or "
-            "--record_gradients."
-        )
+        raise ValueError(f"{path} has no recorded gradients: train with record_gradients=True")
     step, loss_scale, cause, magnitude, retries, in_float32, interval = zip(*rows, strict=True)
     return Record(
         precision=precision,
@@ -223,14 +216,9 @@ def parse_record(
     )
 
 
-def damaged_line(number: int, path: str | pathlib.Path, text: str, error: Exception) -> ValueError:
+def damaged_line(number: int, path: str | pathlib.Path, error: Exception) -> ValueError:
     """Returns the error about a line, with at most about a hundred characters of the reason."""
-    reason = repr(error)
-    reason = reason if len(reason) <= 100 else f"{reason[:100]}..."
-    return ValueError(
-        f"Line {number} of {path} is damaged ({reason}): {text[:60]!r}. A run that "
-        "is killed can leave a line unfinished. Delete the line."
-    )
+    return ValueError(f"line {number} of {path} is damaged: {error!r:.100}")
 
 
 def _parse_rows(line: dict[str, Any], interval: int) -> list[_Row]:

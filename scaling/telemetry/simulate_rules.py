@@ -170,11 +170,7 @@ def compare(record: Record, rules: Iterable[str]) -> list[Outcome]:
         ValueError: if a rule is none, or if the run has not applied a step.
     """
     if record.skipped.all():
-        raise ValueError(
-            f"All {len(record.step)} recorded steps were skipped, so no gradient is known and "
-            "nothing can be simulated. The report and the console say why steps were skipped. Use "
-            "the record of a run that has applied steps."
-        )
+        raise ValueError("every recorded step was skipped, so no gradient is known")
     recorded = summarize("as recorded", record.loss_scale, record.skipped, record)
     simulated = [
         summarize(text, *simulate_rule(parse_rule(text), record), record) for text in rules

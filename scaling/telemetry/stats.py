@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, loss_scale_of
 from scaling.base.number_formats import HALF_FLUSHED, HALF_NORMAL, ceil_log2, check_power_of_two
 from scaling.base.types import Gradient, RuleState, Structure
 from scaling.ops.gradients import at_least_float32, coalesce
@@ -81,7 +80,7 @@ class GradientStats(NamedTuple):
         Raises:
             ValueError: if the factor is not a power of two.
         """
-        check_power_of_two("factor", factor, suggestion=2.0)
+        check_power_of_two("factor", factor)
         return flushed_share(self.counts, self.loss_scale * float(factor))
 
 
@@ -113,7 +112,7 @@ def gradient_stats(gradients: Structure, state: RuleState) -> GradientStats:
         >>> int(stats.zero_count[0]), float(stats.max_magnitude[0])
         (1, 1.5)
     """
-    loss_scale = tf.convert_to_tensor(loss_scale_of(state))
+    loss_scale = tf.convert_to_tensor(state.loss_scale)
     rows = [count_elements(gradient) for gradient in tf.nest.flatten(gradients)]
     counts, largest = zip(*rows, strict=True) if rows else ([], [])
     return GradientStats(
@@ -129,7 +128,7 @@ def count_elements(gradient: Gradient) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.zeros([COUNTS]), tf.zeros([])
     gradient = coalesce(gradient)
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    magnitude = tf.abs(at_least_float32(as_tensor("gradients", values)))
+    magnitude = tf.abs(at_least_float32("gradients", tf.convert_to_tensor(values)))
     magnitude = tf.reshape(tf.cast(in_range_of_float32(magnitude), tf.float32), [-1])
     finite = tf.math.is_finite(magnitude)
     column = tf.clip_by_value(ceil_log2(magnitude) - LOWEST_EXPONENT, 0, EXPONENTS - 1)
