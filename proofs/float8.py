@@ -13,7 +13,7 @@ from proofs.formulas import FLOAT, ROUNDING, formulas_of, is_finite
 from proofs.source import Change, loaded
 from proofs.transition import between
 from scaling.float8 import delayed, magnitudes
-from scaling.float8.formats import format_of
+from scaling.float8.cast import FORMATS
 
 # dtype, history_length, algorithm, includes_newest
 VARIANTS = (
@@ -58,7 +58,7 @@ def step_of(variant: tuple[str, int, str, bool], change: Change = None, *, margi
     after, history_after = formulas_of(function, [scale, history, amax])
     kept = [amax, *history[2:], *history[:1]][:length] if newest else [*history]
     seen = kept[:1] if algorithm == "most_recent" else kept
-    return Step(scale, history, amax, after, history_after, format_of(dtype).largest, margin, seen)
+    return Step(scale, history, amax, after, history_after, FORMATS[dtype].largest, margin, seen)
 
 
 def changed(change: Change) -> dict[str, Any]:

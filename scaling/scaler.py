@@ -81,14 +81,15 @@ class LossScaler(tf.Module):
         try_rule(rule)
         super().__init__(name="loss_scaler")
         self.rule = rule
-        # What `scale` returned and `unscale` has not had, by graph (None: eager) and by replica.
-        self._eager_tokens: dict[int | None, set[Token]] = {}
+        # What `scale` returned and `unscale` has not had: by graph (eager: the scaler) and replica.
         self._tokens: weakref.WeakKeyDictionary[Any, dict[int | None, set[Token]]] = (
             weakref.WeakKeyDictionary()
         )
         initial: RuleState = rule.initial_state()
         self._state_type = type(initial)
-        self._dtypes = {field: value.dtype for field, value in initial._asdict().items()}
+        self._dtypes = {
+            field: tf.convert_to_tensor(value).dtype for field, value in initial._asdict().items()
+        }
         # NONE: all replicas assign the same value to their own copies. Any other aggregation
         # would add a collective to the assignment.
         self._variables = {
@@ -227,8 +228,7 @@ class LossScaler(tf.Module):
 
     def _pending(self) -> dict[int | None, set[Token]]:
         """Returns the tokens without an `unscale` in what is being traced, by replica."""
-        graph = outermost_graph()
-        return self._eager_tokens if graph is None else self._tokens.setdefault(graph, {})
+        return self._tokens.setdefault(outermost_graph() or self, {})
 
     def _check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Rejects variables that all replicas share, because every replica would update them."""

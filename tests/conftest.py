@@ -79,7 +79,6 @@ NOT_QUICK = (
     "scaling/rules/test_presets.py",
     "scaling/rules/test_rule.py",
     "scaling/telemetry",
-    "scaling/test_call_order.py",
     "scaling/test_scaler.py",
     "scaling/test_simulate.py",
     "strategies/test_capabilities.py",

@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
-from scaling.telemetry.float8_record import read_float8_record
 from scaling.telemetry.record import read_record, record_line
 
 
@@ -44,26 +43,3 @@ def write_record(path, *reports, precision="mixed_float16", shares=1):
     lines += [json.dumps(record_line(each, precision, shares)) for each in reports]
     path.write_text("\n".join(lines) + "\n")
     return read_record(path)
-
-
-def float8_line(step, **tensors):
-    """Returns the content of a line about float8 tensors.
-
-    Args:
-        step: the step's number.
-        tensors: by name: the largest magnitude and the scale, then the format, if it is another than
-            e4m3fn, and the shares that saturated and flushed, if they are not 0.
-    """
-    line = {"step": step, "split": "train", "loss": 1.0, "float8": {}}
-    for name, (amax, scale, *rest) in tensors.items():
-        dtype, saturated, flushed = [*rest, *("float8_e4m3fn", 0.0, 0.0)[len(rest) :]]
-        line["float8"][name] = {"format": dtype, "amax": amax, "scale": scale}
-        line["float8"][name] |= {"saturated": saturated, "flushed": flushed}
-    return line
-
-
-def write_float8(path, *lines):
-    """Writes lines about float8 tensors, after one of another kind, and reads the record back."""
-    every = [{"step": 1, "split": "run"}, *lines]
-    path.write_text("".join(json.dumps(line) + "\n" for line in every))
-    return read_float8_record(path)

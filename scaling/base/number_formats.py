@@ -83,5 +83,8 @@ def is_power_of_two(value: Any) -> bool:
         >>> is_power_of_two(0.25), is_power_of_two(3), is_power_of_two(2.0**127)
         (True, False, False)
     """
-    in_range = is_number(value) and SMALLEST_SCALE <= value <= LARGEST_SCALE
-    return in_range and math.frexp(value)[0] == 0.5
+    try:
+        mantissa, exponent = math.frexp(value) if is_number(value) else (0.0, 0)
+    except OverflowError:  # an int beyond every float
+        return False
+    return mantissa == 0.5 and SMALLEST_SCALE <= 2.0 ** (exponent - 1) <= LARGEST_SCALE

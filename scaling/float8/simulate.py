@@ -1,6 +1,6 @@
 """Simulates float8 rules on what a run has recorded, to choose the rule of the next run.
 
-    python -m scaling.float8.simulate RUN/metrics.jsonl --rules=delayed,keras3,current
+    python -m scaling.float8.simulate RUN/metrics.jsonl --float8_rules=delayed,keras3,current
 
 For each tensor and rule, this prints how often the largest magnitude would have saturated, how many
 factors of two above it were left unused, and how often the scale moved. The simulation makes these
@@ -39,8 +39,8 @@ Rule: TypeAlias = DelayedScaling | CurrentScaling
 RECORDED = "as recorded"
 HEADINGS = ("saturated", "unused bits", "scale moves")
 
-RULES_FLAG = flags.DEFINE_list(
-    "rules",
+FLOAT8_RULES = flags.DEFINE_list(
+    "float8_rules",
     ["delayed", "current"],
     "Comma-separated float8 rules to simulate: delayed, current, keras3, flax or "
     "transformer_engine, with fields such as delayed:history_length=16:margin=1.",
@@ -91,7 +91,7 @@ def parse_float8_rule(text: str, dtype: str) -> Rule:
     fields = {field: parse_value(value) for field, _, value in pairs}
     if name not in [*RULES, *PRESETS]:
         known = ", ".join([*RULES, *PRESETS])
-        raise ValueError(f"`rules` must be some of {known}; got {shown(text)}")
+        raise ValueError(f"`float8_rules` must be some of {known}; got {shown(text)}")
     rule: Rule = RULES[name](dtype) if name in RULES else preset(name, dtype)
     return dataclasses.replace(rule, **fields)
 
@@ -253,7 +253,7 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("Pass one file: python -m scaling.float8.simulate RUN/metrics.jsonl")
     try:
         tensors = read_tensors(pathlib.Path(arguments[1]))
-        print(table(tensors, compare(tensors, RULES_FLAG.value)))
+        print(table(tensors, compare(tensors, FLOAT8_RULES.value)))
     except (OSError, TypeError, ValueError) as error:
         sys.exit(f"{arguments[1]}: {error}")
 

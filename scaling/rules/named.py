@@ -1,7 +1,6 @@
 """Parses rules from text, as they are written in flags and on command lines."""
 
 import ast
-import dataclasses
 import re
 from typing import Any
 
@@ -72,8 +71,8 @@ def format_rule(rule: LossScaleRule) -> str | None:
     """
     for name, kind in RULES.items():
         if type(rule) is kind:
-            fields = sorted(field.name for field in dataclasses.fields(kind))
-            return ":".join([name, *(f"{field}={getattr(rule, field)!r}" for field in fields)])
+            fields = [f"{field}={value!r}" for field, value in sorted(vars(rule).items())]
+            return ":".join([name, *fields])
     return None
 
 

@@ -37,7 +37,8 @@ NOT_RUN = {
     "python -m trainer.tune": "incomplete; test_tune.py runs it",
     "python -m trainer.tune my_module:make": "the reader's own module",
     "python -m scaling.simulate": "incomplete; the complete commands run",
-    "python -m scaling.simulate RUN/metrics.jsonl --float8_rules=delayed,"
+    "python -m scaling.float8.simulate": "incomplete; test_simulate.py runs it",
+    "python -m scaling.float8.simulate RUN/metrics.jsonl --float8_rules=delayed,"
     "delayed:history_length=16:margin=1,keras3,current": "test_simulate.py simulates such rules",
     **dict.fromkeys(
         (

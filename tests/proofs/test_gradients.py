@@ -44,7 +44,7 @@ def test_a_claim_holds_for_every_float32(name):
 MUTANTS = {
     "unscales by half": (
         scaled_gradients,
-        ("1.0 / loss_scale_of(state)", "0.5 / loss_scale_of(state)"),
+        ("1.0 / state.loss_scale", "0.5 / state.loss_scale"),
     ),
     "unscales twice": (
         scaled_gradients,

@@ -54,7 +54,6 @@ class Scaler(RuleBasedStateMachine):
         self.expected = oracle.start(rule_)
         self.open = []  # (token, what its loss was multiplied by)
         self.used = []
-        self.unscaled = 0
         self.saved = None
 
     @precondition(lambda self: len(self.open) < 3)
@@ -74,7 +73,6 @@ class Scaler(RuleBasedStateMachine):
         token, scale = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         gradient = self.scaler.unscale(tf.constant(1.0), token)
         self.used.append(token)
-        self.unscaled += 1
 
         assert 1.0 / scale == float(gradient)
 
@@ -82,22 +80,21 @@ class Scaler(RuleBasedStateMachine):
     @rule()
     def unscale_again(self):
         """Using a token twice is an error and changes nothing."""
-        with pytest.raises(ValueError, match="`token` must be used only once"):
+        with pytest.raises(ValueError, match=r"^`token`"):
             self.scaler.unscale(tf.constant(1.0), self.used[-1])
 
     @rule(verdict=st.sampled_from([True, False, *Cause]))
     def update(self, verdict):
-        """L4: the state moves like the oracle's, unless the call comes too early."""
+        """L4: the state moves like the oracle's, unless a loss was not unscaled."""
         if isinstance(verdict, Cause):
             if verdict is Cause.NONE:
                 return
             verdict = Verdict(tf.constant(False), verdict)
-        if self.open or not self.unscaled:
-            with pytest.raises(RuntimeError, match="`update` must come after"):
+        if self.open:
+            with pytest.raises(RuntimeError, match=r"^`unscale`"):
                 self.scaler.update(verdict)
             return
         finite = self.scaler.update(verdict)
-        self.unscaled = 0
         if isinstance(verdict, Verdict):
             assert not finite
             if verdict.cause not in (Cause.BACKWARD, Cause.REDUCTION):
@@ -124,7 +121,7 @@ class Scaler(RuleBasedStateMachine):
         state = self.scaler.state_dict()
         self.scaler = LossScaler(self.constants)
         self.scaler.load_state_dict(state)
-        self.open, self.used, self.unscaled = [], [], 0
+        self.open, self.used = [], []
 
     @invariant()
     def agrees(self):
@@ -164,6 +161,64 @@ def test_gradients_are_unscaled_by_the_scale_of_their_token():
     assert float(scaler.unscale(scaled, token)) == 3.0
 
 
+@pytest.mark.parametrize(
+    "where", ["eager", "graph", "loop", "branch", "inner function", "replicas"]
+)
+def test_a_loss_that_is_not_unscaled_is_found(where, mirrored):
+    """Its gradients would be too large by the loss scale. Nothing moves; a whole step goes on."""
+    with mirrored(2).scope():
+        scaler = LossScaler(DynamicLossScale(8.0, growth_interval=1))
+
+    def scale_twice():
+        scaled, token = scaler.scale(tf.constant(1.0))
+        scaler.unscale(scaled, token)
+        return scaler.scale(tf.constant(1.0))[0]
+
+    def step():
+        if where == "loop":
+            tf.while_loop(lambda i: i < 1, lambda i: (scale_twice(), i + 1)[1:], [0])
+        elif where == "branch":
+            tf.cond(tf.constant(True), scale_twice, scale_twice)
+        else:
+            tf.function(scale_twice)() if where == "inner function" else scale_twice()
+        return scaler.update(True)
+
+    forgetful = (lambda: mirrored(2).run(step)) if where == "replicas" else step
+    run = (lambda function: function()) if where == "eager" else (lambda each: tf.function(each)())
+    with pytest.raises(RuntimeError, match="`unscale` must be called for each `scale`"):
+        run(forgetful)
+    assert float(scaler.loss_scale) == 8.0
+    scaler.reset()
+    run(lambda: take_step(scaler, True))
+    assert float(scaler.loss_scale) == 16.0
+
+
+def test_a_token_is_used_once_where_it_was_made():
+    """A token from outside of a function would be a constant in it: the scale of the first call."""
+    scaler, other = LossScaler(DynamicLossScale(8.0)), LossScaler(DynamicLossScale(8.0))
+    scaled, token = scaler.scale(tf.constant(1.0))
+    for unscale in (other.unscale, tf.function(scaler.unscale, autograph=False)):
+        with pytest.raises(ValueError, match=r"^`token`"):
+            unscale(scaled, token)
+    scaler.unscale(scaled, token)
+    with pytest.raises(ValueError, match=r"^`token`"):
+        scaler.unscale(scaled, token)
+
+
+def test_an_update_outside_of_the_replicas_covers_them_all(mirrored):
+    """A loss that one replica has not unscaled is found there, too."""
+    with mirrored(2).scope():
+        scaler = LossScaler(DynamicLossScale(8.0))
+
+    def outside():
+        with mirrored(2).scope():
+            mirrored(2).run(lambda: scaler.scale(tf.constant(1.0))[0])
+            return scaler.update(True)
+
+    with pytest.raises(RuntimeError, match="`unscale`"):
+        tf.function(outside)()
+
+
 def test_optimizers_that_share_a_scaler_share_its_verdict():
     """L5: with two losses, two optimizers and one update, an overflow in one gradient stops both."""
     scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
@@ -191,17 +246,14 @@ def test_one_scaler_for_each_loss_with_a_joint_verdict():
 
     assert not scaling.update_together(scalers, [False, True])
     assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match="shorter"):
         scaling.update_together(scalers, [True])
-    with pytest.raises(RuntimeError, match="`update` must come after"):
-        scaling.update_together(scalers, [True, True])
-    with pytest.raises(ValueError, match="got the same LossScaler more than once"):
+    with pytest.raises(ValueError, match=r"^`scalers`"):
         scaling.update_together([scalers[0], scalers[0]], [True, True])
+    scalers[1].scale(tf.constant(1.0))
+    with pytest.raises(RuntimeError, match=r"^`unscale`"):
+        scaling.update_together(scalers, [True, True])
     assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
-    assert str(error.value) == (
-        "`verdicts` must hold one verdict per scaler; got 1 verdicts for 2 scalers. Each scale follows "
-        "its own loss. Pass them in the order of the scalers."
-    )
 
 
 @pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
@@ -320,37 +372,10 @@ def test_an_update_can_be_repeated_after_an_error():
 def test_a_scaler_created_outside_the_scope_is_an_error(mirrored):
     """L4: replicas that share one variable would each move it."""
     scaler = LossScaler(DynamicLossScale(8.0))
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match="`LossScaler` must be created inside"):
         tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, False)))()
 
-    assert (
-        str(error.value)
-        .strip()
-        .endswith(
-            "`LossScaler` must be created inside the strategy's scope; got one created outside. The "
-            "replicas would share one scale, and each of them would move it. Create it inside `with "
-            "strategy.scope():`."
-        )
-    )
     assert float(scaler.loss_scale) == 8.0
-
-
-def test_an_update_inside_a_loop_of_the_replicas_is_an_error(mirrored):
-    """TensorFlow cannot all-reduce there; the error says where to put the loop."""
-    with mirrored(2).scope():
-        scaler = LossScaler(DynamicLossScale(8.0))
-
-    def loop():
-        tf.while_loop(lambda i: i < 1, lambda i: (take_step(scaler, True), i + 1)[1:], [0])
-
-    with pytest.raises(RuntimeError) as error:
-        tf.function(lambda: mirrored(2).run(loop))()
-
-    assert str(error.value).endswith(
-        "`update` must be called directly in the function that `strategy.run` runs, if there are "
-        "several replicas; got a call inside a loop or an inner tf.function. TensorFlow cannot "
-        "all-reduce there. Put the loop around `strategy.run` instead.\n"
-    )
 
 
 class RecentState(NamedTuple):
@@ -380,28 +405,6 @@ def test_a_state_may_hold_vectors():
 
     assert scaler.state_dict() == {"loss_scale": 8.0, "recent": [3.0, 1.0, 2.0]}
     assert copy.deepcopy(scaler).state_dict() == scaler.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("state", "error", "message"),
-    [
-        (
-            tf.constant(8.0),
-            TypeError,
-            "`RecentRule.initial_state` must return a NamedTuple whose first field is loss_scale",
-        ),
-        (
-            RecentState(tf.constant(1000.0), tf.zeros([])),
-            ValueError,
-            "`RecentRule.initial_state` must return a loss_scale that is a power of two",
-        ),
-    ],
-)
-def test_the_first_state_of_a_rule_is_checked(state, error, message, monkeypatch):
-    """A scale of 1000 would round gradients, and one of 0 make NaN of them."""
-    monkeypatch.setattr(RecentRule, "initial_state", lambda _: state)
-    with pytest.raises(error, match=message):
-        LossScaler(RecentRule())
 
 
 @pytest.mark.parametrize(
@@ -441,19 +444,14 @@ def test_every_field_comes_back(rule_, saved_by, tmp_path):
 def test_a_state_with_other_fields_is_an_error():
     """If the fields are those of another rule, nothing is loaded."""
     scaler = LossScaler(DynamicLossScale())
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
-        scaler.load_state_dict({"loss_scale": 2.0, "counter": 3})
-
-    assert str(error.value) == (
-        "`state` must have the fields loss_scale, finite_steps, overflows_left; got loss_scale, "
-        "counter. A DynamicLossScale state has exactly the required fields. Load the state into a scaler with "
-        "the rule that it was saved from."
-    )
-    assert float(scaler.loss_scale) == 2.0**15
-    with pytest.raises(ValueError, match="overflows_left; got none"):
-        scaler.load_state_dict({})
-    with pytest.raises(ValueError, match=r"`loss_scale` must be a power of two.*got 3.0"):
+    for fields in ({"loss_scale": 2.0, "counter": 3}, {}):
+        with pytest.raises(ValueError, match=r"^`state`"):
+            scaler.load_state_dict(fields)
+    with pytest.raises(ValueError, match=r"^`loss_scale`"):
         scaler.load_state_dict({"loss_scale": 3.0, "finite_steps": 0, "overflows_left": 1})
+    with pytest.raises(TypeError):
+        scaler.load_state_dict({"loss_scale": 8.0, "finite_steps": 1.5, "overflows_left": 1})
+    assert float(scaler.loss_scale) == 2.0**15
 
 
 def test_a_state_saved_with_other_constants_adapts_to_the_new_ones():
@@ -563,23 +561,12 @@ def test_a_scaler_can_be_copied_and_pickled(copied):
     assert scaler.state_dict() == before != other.state_dict()
 
 
-@pytest.mark.parametrize("steps", ["x", None, [1, 2], 2**40, np.nan, 1.5])
-def test_a_state_is_loaded_whole_or_not_at_all(steps):
-    """A value that does not fit its field is refused before any field changes."""
-    scaler = LossScaler(DynamicLossScale())
-    before = scaler.state_dict()
-    wrong = before | {"loss_scale": 8.0, "finite_steps": steps}
-    with pytest.raises(ValueError, match="`finite_steps` must be a number of dtype int32; got"):
-        scaler.load_state_dict(wrong)
-    assert scaler.state_dict() == before
-
-
 def test_a_wrong_verdict_moves_no_scale():
     """The verdicts of all scalers are checked before the first of them is updated."""
     scalers = [LossScaler(DynamicLossScale(initial_scale=8.0)) for _ in range(2)]
     for scaler in scalers:
         scaler.unscale(*scaler.scale(tf.constant(1.0)))
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match=r"^`verdict`"):
         scaling.update_together(scalers, [False, 0.0])
     assert [float(scaler.loss_scale) for scaler in scalers] == [8.0, 8.0]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from absl import app
 from absl.testing import flagsaver
-from recorded import float8_line, step_reports, write_float8, write_record
+from recorded import step_reports, write_record
 
 from scaling import Cause, simulate
 from scaling.telemetry.simulate_rules import compare
@@ -109,77 +109,8 @@ def test_errors_of_the_program(path, parsed, capsys, monkeypatch):
         simulate.main(["simulate", str(path)])
     parsed.rules = []
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit, match="matplotlib"):
         simulate.main(["simulate", str(path)])
-    assert str(error.value) == (
-        "Plotting the scales needs matplotlib, which is not installed. Run pip install "
-        "'halfstep[plot]', or pass --plot= for no plot."
-    )
     assert "as recorded" in capsys.readouterr().out
-    with pytest.raises(app.UsageError) as usage:
+    with pytest.raises(app.UsageError):
         simulate.main(["simulate"])
-    assert str(usage.value) == "Pass one file: python -m scaling.simulate RUN/metrics.jsonl"
-
-
-@pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
-def test_a_link_in_place_of_the_plot_is_replaced(path, parsed, kind):
-    """What it leads to stays as it is. A folder in its place is an error that names it."""
-    example_record(path)
-    parsed.rules = ["2^4"]
-    other, picture = path.with_name("other.txt"), path.with_name("scales.png")
-    other.write_text("precious")
-    getattr(picture, kind)(other)
-    simulate.main(["simulate", str(path)])
-
-    assert other.read_text() == "precious"
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    picture.unlink()
-    picture.mkdir()
-    with pytest.raises(SystemExit) as error:
-        simulate.main(["simulate", str(path)])
-    assert str(error.value).startswith(f"{picture} cannot be read or written: Is a directory. ")
-    assert not picture.with_name("scales.png.tmp").exists()
-
-
-def test_a_folder_with_an_odd_name_does_not_act_on_the_terminal(tmp_path, parsed, capsys):
-    """Its name is printed with escapes, in errors, too."""
-    path = tmp_path / "a\x1b[2J\udcff" / "metrics.jsonl"
-    path.parent.mkdir()
-    parsed.rules = []
-    for text in ("", '{"split"'):
-        path.write_text(text)
-        with pytest.raises(SystemExit) as error:
-            simulate.main(["simulate", str(path)])
-        assert r"a\x1b[2J\udcff" in str(error.value)
-    example_record(path)
-    simulate.main(["simulate", str(path)])
-    assert r"a\x1b[2J\udcff" in capsys.readouterr().out
-
-
-def test_the_program_simulates_float8_rules(path, parsed, capsys):
-    """With `--float8_rules` it prints their table instead, and has a plot of its own."""
-    write_float8(path, *(float8_line(step, a=(900.0, 1.0)) for step in (1, 2, 3)))
-    parsed.float8_rules = ["delayed:history_length=2:margin=1", "keras3"]
-    simulate.main(["simulate", str(path)])
-    picture, printed = path.with_name("float8_scales.png"), capsys.readouterr().out
-
-    assert printed.splitlines()[:6] == [
-        "1 float8 tensors, steps 1 to 3",
-        "                                     saturated  unused bits  scale moves",
-        "all tensors",
-        "  as recorded                                3            -            0",
-        "  delayed:history_length=2:margin=1          1         1.99            1",
-        "  keras3                                     2         0.00            1",
-    ]
-    assert printed.endswith(f"unused bits.\nPlot written to {picture}\n")
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert not path.with_name("scales.png").exists()
-    parsed.float8_rules = ["block"]
-    with pytest.raises(SystemExit, match="must be rules for whole tensors"):
-        simulate.main(["simulate", str(path)])
-    parsed.float8_rules = ["current:power_of_two=1"]
-    with pytest.raises(SystemExit, match="`power_of_two` must be True or False; got 1"):
-        simulate.main(["simulate", str(path)])
-    path.write_text("{}\n")
-    with pytest.raises(SystemExit, match="says nothing about float8 tensors"):
-        simulate.main(["simulate", str(path)])

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import (
-    as_tensor,
     check_integer,
     did_you_mean,
     is_integer,
@@ -26,7 +25,7 @@ LONGEST_NAME = 255  # bytes of a file's or a folder's name
 
 def check_count(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
-    check_integer(name, value, 1, "This argument is a count.", "Pass a positive integer")
+    check_integer(name, value, 1)
 
 
 def as_python(value: Any) -> Any:
@@ -54,7 +53,7 @@ def as_returned_tensor(name: str, value: Any, what: str) -> tf.Tensor:
     tensors = isinstance(value, list | tuple) and any(map(tf.is_tensor, value))
     if not tensors:  # they would be stacked
         with contextlib.suppress(Exception):  # TensorFlow raises many kinds
-            return as_tensor(name, value)
+            return tf.convert_to_tensor(value)
     raise TypeError(
         f"`{name}` must return {what}; got {type(value).__name__}. TensorFlow cannot convert it to "
         "a tensor. Check what the method returns, and that it returns something."
@@ -78,8 +77,7 @@ def as_returned_loss(value: Any, what: str) -> tf.Tensor:
 
 def check_nonnegative(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 0."""
-    why = "This argument is a count, and 0 means none."
-    check_integer(name, value, 0, why, "Pass 0 or a positive integer")
+    check_integer(name, value, 0)
 
 
 def check_bool(name: str, value: object) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from scaling.base.argument_checks import is_number, shown
-from scaling.base.number_formats import as_float
 from trainer.base.argument_checks import as_python, check_count
 from trainer.loop.inner import crossed
 
@@ -57,7 +56,7 @@ class Action:
             check_count("every_steps", self.every_steps)
             self.every_steps = as_python(self.every_steps)
         secs = self.every_secs
-        if secs is not None and not (is_number(secs) and 0 < as_float(secs) < math.inf):
+        if secs is not None and not (is_number(secs) and 0 < secs < math.inf):
             raise ValueError(
                 f"`every_secs` must be positive and finite; got {shown(secs)}. The value is a "
                 "period in seconds. Pass 60 for once a minute."

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from scaling.base.argument_checks import is_number, shown
-from scaling.base.number_formats import as_float
 from trainer.base.argument_checks import check_bool, check_count
 from trainer.step.report import StepReport
 
@@ -61,12 +60,12 @@ class Divergence:
                 "count as a divergence. Pass loss_above=, rise=, or both."
             )
         bound, rise = self.loss_above, self.rise
-        if bound is not None and not (is_number(bound) and math.isfinite(as_float(bound))):
+        if bound is not None and not (is_number(bound) and math.isfinite(bound)):
             raise ValueError(
                 f"`loss_above` must be a finite number or None; got {shown(bound)}. Steps with a "
                 "loss of inf or NaN are skipped anyway. Pass a loss that no healthy step reaches."
             )
-        if rise is not None and not (is_number(rise) and 1.0 < as_float(rise) < math.inf):
+        if rise is not None and not (is_number(rise) and 1.0 < rise < math.inf):
             raise ValueError(
                 f"`rise` must be a finite number above 1, or None; got {shown(rise)}. The bound on "
                 "the mean loss is this factor times the lowest mean so far. Pass 2.0, for example."

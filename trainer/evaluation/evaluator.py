@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import is_name_in, shown
+from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user, without_autograph
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.in_float32 import in_float32
@@ -227,7 +227,7 @@ class Evaluator:
 
     def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager under which a Keras model is traced in `precision`."""
-        if not is_name_in(precision, PRECISIONS):
+        if precision not in PRECISIONS:
             raise ValueError(
                 f'`precision` must be "float32" or "train"; got {shown(precision)}. Evaluation and '
                 'prediction compute in float32 or in the training precision. Pass "float32" or '

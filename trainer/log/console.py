@@ -158,7 +158,7 @@ def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:
         ValueError: if `verbose` is neither a bool nor a style.
     """
     style = {True: "normal", False: "quiet"}[verbose] if isinstance(verbose, bool) else verbose
-    if not argument_checks.is_name_in(style, STYLES):
+    if style not in STYLES:
         raise ValueError(
             f'`verbose` must be True, False or "detailed"; got '
             f"{argument_checks.shown(verbose)}. "

@@ -453,4 +453,4 @@ def as_float(output: tf.Tensor) -> tf.Tensor:
 
 def floats_at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
     """Casts a tensor in half precision to float32; returns any other unchanged."""
-    return at_least_float32(tensor) if tensor.dtype.is_floating else tensor
+    return at_least_float32("loss", tensor) if tensor.dtype.is_floating else tensor

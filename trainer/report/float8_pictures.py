@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from scaling.float8.formats import FORMATS
+from scaling.float8.cast import FORMATS
 from trainer.report.canvas import (
     BLUE,
     DPI,

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
-from scaling.base.argument_checks import is_name_in
-from scaling.float8.formats import FORMATS
+from scaling.float8.cast import FORMATS
 from scaling.telemetry.record import LAST_STEP, SPLIT, Record, parse_record, read_lines
 from trainer.log.writers import stays
 
@@ -129,7 +128,7 @@ class Underflow(NamedTuple):
 class Float8Values(NamedTuple):
     """What was recorded of a float8 tensor for the steps up to a log line."""
 
-    format: str  # one of `scaling.float8.formats.FORMATS`
+    format: str  # one of `scaling.float8.cast.FORMATS`
     amax: float  # the largest magnitude
     scale: float  # what the last of the steps divided by
     saturated: float  # share of its numbers that were too large; NaN if it was not counted
@@ -462,7 +461,7 @@ def parse_tensor(
     **_later: object,
 ) -> Float8Values:
     """Makes a `Float8Values` from the fields of a tensor."""
-    if not is_name_in(format, FORMATS):
+    if format not in FORMATS:
         raise ValueError
     return Float8Values(
         check_text(format),

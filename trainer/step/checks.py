@@ -11,8 +11,6 @@ import tensorflow as tf
 
 import scaling
 from scaling.base.argument_checks import shown
-from scaling.rules.rule import check_rule
-from scaling.rules.trial import try_rule
 from strategies.checks import check_strategy
 from strategies.division import count_examples, known_examples, tensors_in
 from trainer.base.argument_checks import (
@@ -328,16 +326,6 @@ def check_reduction(updates: Updates, rule: scaling.LossScaleRule) -> None:
         raise ValueError(
             "`reduce_dtype` must not be 'float16' without a loss scale; pass loss_scale=\"dynamic\""
         )
-
-
-def check_strategy_and_rule(strategy: object, rule: object) -> None:
-    """Raises TypeError unless the arguments are a strategy and a loss-scale rule.
-
-    A rule that is not one of `scaling` is tried for a few steps: see `try_rule`.
-    """
-    check_strategy(strategy, "The strategy's replicas compute the step.")
-    check_rule(rule)
-    try_rule(rule)
 
 
 def check_others(others: object) -> None:

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import as_tensor
 from strategies.division import first_row
 from trainer.base.argument_checks import as_returned_loss
 from trainer.keras_compat import added_losses_kept
@@ -293,7 +292,7 @@ def check_dense(x: Any) -> None:
 def as_rows(x: Any) -> tf.Tensor:
     """Returns a leaf as a tensor; raises TypeError or ValueError unless it has rows."""
     check_dense(x)
-    tensor = as_tensor("x", x)
+    tensor = tf.convert_to_tensor(x)
     if tensor.shape.rank == 0:
         raise ValueError(
             f"`x` must have one row per example; got {tensor.dtype.name} of shape (). The first "

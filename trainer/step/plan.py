@@ -217,7 +217,6 @@ def plan_step(
         check_no_weights(example_weights)
     example_weights = ones if example_weights is None else example_weights
     update_metrics = no_metrics if update_metrics is None else update_metrics
-    checks.check_strategy_and_rule(strategy, rule)
     checks.check_others(others)
     checks.check_functions(
         compute_loss=compute_loss, example_weights=example_weights, update_metrics=update_metrics

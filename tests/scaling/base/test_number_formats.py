@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from scaling.base.argument_checks import shown
 from scaling.base.number_formats import (
     ceil_log2,
     check_power_of_two,
     floor_power_of_two,
     is_power_of_two,
-    nearest_power_of_two,
-    power_of_two_text,
     two_to_the,
 )
 
@@ -60,50 +57,12 @@ def test_ceil_log2_of_zero_and_subnormal_numbers(small):
 def test_what_is_not_a_power_of_two_in_range_is_an_error(value):
     """L3: only powers of two between 2^-126 and 2^126 are loss scales, whatever their type."""
     assert not is_power_of_two(value)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
-        check_power_of_two("factor", value, suggestion=2.0)
-    assert str(error.value) == (
-        f"`factor` must be a power of two between 2^-126 and 2^126; got {shown(value)}. Only powers "
-        "of two scale and unscale gradients without changing their bits. Use 2.0."
-    )
+    with pytest.raises(ValueError, match=r"^`factor` must be a power of two"):
+        check_power_of_two("factor", value)
 
 
 @pytest.mark.parametrize("value", [1, 2.0**-126, 2.0**126, np.float16(0.5), np.int64(8), 2**126])
 def test_powers_of_two_of_every_type_are_accepted(value):
     """L3: floats and ints from Python and NumPy, up to both ends of the range."""
     assert is_power_of_two(value)
-    check_power_of_two("factor", value, suggestion=2.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "suggestion"),
-    [
-        (1000, 1024.0),
-        (np.float32(0.3), 0.25),
-        (1e-300, 8.0),  # 2^-126 is below the lower limit
-        (1e300, 8.0),
-        (0, 8.0),
-        (-1000.0, 8.0),
-        (math.inf, 8.0),
-        (2**5000, 8.0),
-        (math.nan, 8.0),
-        ("1000", 8.0),
-    ],
-    ids=lambda value: str(value)[:12],
-)
-def test_the_nearest_power_of_two_is_suggested_if_it_makes_sense(value, suggestion):
-    """The alternative is returned for values without a nearest power of two within the limits."""
-    nearest = nearest_power_of_two(value, otherwise=8.0, low=2.0**-24, high=2.0**40)
-
-    assert nearest == suggestion
-    assert type(nearest) is float
-
-
-@pytest.mark.parametrize("exponent", [-126, -15, -5, -4, 0, 10, 16, 17, 126])
-def test_a_power_of_two_is_written_as_code(exponent):
-    """The text evaluates to the number; large and small powers are written as powers."""
-    text = power_of_two_text(2.0**exponent)
-    base, _, power = text.partition("**")
-
-    assert float(base) ** float(power or 1) == 2.0**exponent
-    assert len(text) <= 9
+    check_power_of_two("factor", value)

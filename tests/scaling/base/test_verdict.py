@@ -79,33 +79,12 @@ def test_a_bool_becomes_a_verdict():
     assert float(whole.max_magnitude) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("verdict", "error", "message"),
-    [
-        (
-            1.0,
-            TypeError,
-            "`verdict` must be a bool; got float32. This flag says whether every gradient was finite. Pass "
-            "scaling.all_finite(gradients).",
-        ),
-        (
-            Verdict([True, False]),
-            ValueError,
-            "`verdict.grads_finite` must be a scalar; got shape (2,). This flag says whether every gradient was finite. Pass scaling.all_finite(gradients).",
-        ),
-        (
-            Verdict(False, 9),
-            ValueError,
-            "`verdict.cause` must be a scaling.Cause; got 9. A cause names the stage of the step at which a value was first not finite. Pass the result of scaling.find_cause(), or leave it out.",
-        ),
-    ],
-)
-def test_what_is_not_a_verdict_is_an_error(verdict, error, message):
-    """The error names the part of the verdict that is wrong."""
-    with pytest.raises(error) as caught:
-        as_verdict(verdict)
-
-    assert message == str(caught.value)
+@pytest.mark.parametrize("verdict", [1.0, [True, False]])
+def test_what_is_not_a_verdict_is_an_error(verdict):
+    """A verdict for each gradient would give a scale for each."""
+    for value, name in ((verdict, "verdict"), (Verdict(verdict), "verdict.grads_finite")):
+        with pytest.raises(ValueError, match=f"^`{name}` must be"):
+            as_verdict(value)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +93,7 @@ def test_what_is_not_a_verdict_is_an_error(verdict, error, message):
 )
 def test_find_cause_names_the_argument_that_is_not_a_bool(argument):
     """Every flag must be one bool."""
-    flags = dict.fromkeys(
-        [
-            "loss_finite",
-            "local_gradients_finite",
-            "summed_gradients_finite",
-            "unscaled_gradients_finite",
-        ],
-        True,
-    )
-    with pytest.raises(TypeError) as error:
+    names = ["loss_finite", "local_gradients_finite", "summed_gradients_finite"]
+    flags = dict.fromkeys([*names, "unscaled_gradients_finite"], True)
+    with pytest.raises(ValueError, match=f"^`{argument}`"):
         scaling.find_cause(**flags | {argument: 1.0})
-
-    assert str(error.value) == (
-        f"`{argument}` must be a bool; got float32. This flag says whether every value was finite at that stage. Pass the result of scaling.all_finite()."
-    )

@@ -1,4 +1,4 @@
-"""`CurrentScaling` against NumPy and torchao, over shares of a batch, and its errors."""
+"""`CurrentScaling` against NumPy and torchao, and over shares of a batch."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling.float8 import CurrentScaling, dequantize, losses_of_cast, quantize
-from scaling.float8.formats import FORMATS
+from scaling.float8.cast import FORMATS
 
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 NUMBERS = st.one_of(
@@ -32,9 +32,8 @@ RULES = st.builds(
 def cast(rule, x):
     """What a product sees of a tensor, its scale, and how many numbers saturate and flush."""
     scale = rule.choose_scale(rule.initial_state(), rule.amax(x))
-    spread = rule.spread(scale, x)
-    seen = dequantize(quantize(x, spread, rule.dtype), spread)
-    return seen.numpy(), scale, *(int(each) for each in losses_of_cast(x, spread, rule.dtype))
+    seen = dequantize(quantize(x, scale, rule.dtype), scale)
+    return seen.numpy(), scale, *(int(each) for each in losses_of_cast(x, scale, rule.dtype))
 
 
 @settings(max_examples=40)
@@ -145,46 +144,3 @@ def test_scales_are_those_of_torchao(dtype):
     ours = rule.choose_scale(rule.initial_state(), largest).numpy().astype(np.float64)
     theirs = utils.amax_to_scale(torch.tensor(largest), getattr(torch, dtype)).numpy()
     np.testing.assert_allclose(1 / theirs.astype(np.float64), ours, rtol=2.0**-23)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: CurrentScaling("float8"),
-            '`dtype` must be "float8_e4m3fn" or "float8_e5m2"; got \'float8\'. These are the float8 '
-            'formats that TensorFlow has. Use "float8_e4m3fn" for activations and weights, '
-            '"float8_e5m2" for gradients.',
-        ),
-        (
-            lambda: CurrentScaling(margin=-65),
-            "`margin` must be an int from -64 to 64; got -65. It counts factors of two above the "
-            "largest magnitude. Use 0, the default.",
-        ),
-        (
-            lambda: CurrentScaling(power_of_two=0),
-            "`power_of_two` must be True or False; got 0. It switches a part of the rule. Pass a "
-            "bool.",
-        ),
-        (
-            lambda: CurrentScaling().choose_scale(None, 1.0),
-            "`state` must be a CurrentScalingState; got NoneType. Each rule has a state type of its "
-            "own. Pass what initial_state() or advance() returned.",
-        ),
-        (
-            lambda: CurrentScaling().advance(CurrentScaling().initial_state(), 3),
-            "`amax` must have a float dtype; got int32. It is the largest magnitude of a tensor. "
-            "Pass tf.reduce_max(tf.abs(tensor)).",
-        ),
-        (
-            lambda: CurrentScaling().amax([1]),
-            "`x` must have a float dtype; got int32. Float8 stands for real numbers. Cast it to "
-            "float32 first.",
-        ),
-    ],
-)
-def test_what_is_out_of_range_is_refused(call, message):
-    """An error names the argument, its value, why, and what to do."""
-    with pytest.raises((TypeError, ValueError)) as error:
-        call()
-    assert str(error.value) == message

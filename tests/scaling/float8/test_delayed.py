@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scaling.base.number_formats import is_power_of_two
 from scaling.float8 import DelayedScaling
-from scaling.float8.formats import FORMATS
+from scaling.float8.cast import FORMATS
 
 MAGNITUDES = st.one_of(
     st.floats(2.0**-100, 2.0**100, width=32), st.sampled_from([0.0, 448.0, 896.0, 57344.0])
@@ -116,46 +116,21 @@ def test_the_scale_of_an_extreme_magnitude_is_finite_and_positive(power_of_two, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (
-            {"dtype": "float8"},
-            '`dtype` must be "float8_e4m3fn" or "float8_e5m2"; got \'float8\'. These are the float8 '
-            'formats that TensorFlow has. Use "float8_e4m3fn" for activations and weights, '
-            '"float8_e5m2" for gradients.',
-        ),
-        (
-            {"history_length": 0},
-            "`history_length` must be an int from 1 to 2^20; got 0. It is the number of steps whose "
-            "largest magnitudes are remembered. Use 1024, the default.",
-        ),
-        (
-            {"algorithm": "mean"},
-            '`algorithm` must be "max" or "most_recent"; got \'mean\'. It says which of the '
-            'remembered magnitudes sets the scale. Use "max", the default.',
-        ),
-        (
-            {"margin": 65},
-            "`margin` must be an int from -64 to 64; got 65. It counts factors of two above the "
-            "largest magnitude. Use 0, the default.",
-        ),
-        (
-            {"margin": np.int8(-128)},  # whose magnitude is -128 again
-            "`margin` must be an int from -64 to 64; got np.int8(-128). It counts factors of two above "
-            "the largest magnitude. Use 0, the default.",
-        ),
-        (
-            {"power_of_two": 1},
-            "`power_of_two` must be True or False; got 1. It switches a part of the rule. Pass a "
-            "bool.",
-        ),
+        {"history_length": 0},
+        {"algorithm": "mean"},
+        {"margin": 65},
+        {"margin": 0.5},
+        {"margin": np.int8(-128)},  # whose magnitude is -128 again
+        {"power_of_two": "no"},
+        {"includes_newest": 1},
     ],
 )
-def test_constants_out_of_range_are_refused(arguments, message):
-    """An error names the argument, its value, why, and what to do."""
-    with pytest.raises((TypeError, ValueError)) as error:
+def test_constants_out_of_range_are_refused(arguments):
+    """Another name of an algorithm, for instance, would mean the newest magnitude."""
+    with pytest.raises((TypeError, ValueError), match=f"^`{next(iter(arguments))}`"):
         DelayedScaling(**arguments)
-    assert str(error.value) == message
 
 
 def test_a_scale_that_is_no_power_of_two_is_rounded_right():
@@ -167,32 +142,3 @@ def test_a_scale_that_is_no_power_of_two_is_rounded_right():
     expected = np.float32(1) / (np.float32(448) / largest)
     np.testing.assert_array_equal(state.scale, expected)
     np.testing.assert_array_equal(again.scale, np.float32(1) / (np.float32(1) / expected))
-
-
-def test_another_state_and_integers_are_refused():
-    """`advance` takes its own state, and a float."""
-    rule = DelayedScaling()
-    with pytest.raises(TypeError) as error:
-        rule.advance((1.0, [0.0]), 1.0)
-    assert str(error.value) == (
-        "`state` must be a DelayedScalingState; got tuple. Each rule has a state type of its own. "
-        "Pass what initial_state() or advance() returned."
-    )
-    with pytest.raises(TypeError) as error:
-        rule.advance(rule.initial_state(), 3)
-    assert str(error.value) == (
-        "`amax` must have a float dtype; got int32. It is the largest magnitude of a tensor. Pass "
-        "tf.reduce_max(tf.abs(tensor))."
-    )
-    for state, amax, shapes in (
-        (rule.initial_state(), [1.0, 2.0], "(2,) and ()"),
-        (rule.initial_state((2,)), 1.0, "() and (2,)"),
-    ):
-        for method in (rule.advance, rule.choose_scale):
-            with pytest.raises(ValueError, match="shape") as error:
-                method(state, amax)
-            assert str(error.value) == (
-                f"`amax` must have the shape of the scale; got {shapes}. Each scale follows the "
-                "magnitudes of one tensor. Pass one number for each, or make the state with "
-                "initial_state(shape)."
-            )

@@ -8,10 +8,8 @@ import tensorflow as tf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scaling.float8.formats import FORMATS
+from scaling.float8.cast import FORMATS
 from scaling.float8.magnitudes import (
-    check_shape,
-    check_state,
     largest_magnitude,
     octaves_above,
     own_scale,
@@ -81,28 +79,3 @@ def test_octaves_are_counted_from_the_bits(x, limit):
     exponent = int(octaves_above(tf.constant(x), limit))
     assert x <= limit * 2.0**exponent
     assert x > limit * 2.0 ** (exponent - 1)
-
-
-def test_a_state_of_another_kind_is_refused():
-    """The error says whose state it must be."""
-    check_state(1, int)
-    with pytest.raises(TypeError) as error:
-        check_state(1.0, int)
-    assert str(error.value) == (
-        "`state` must be a int; got float. Each rule has a state type of its own. Pass what "
-        "initial_state() or advance() returned."
-    )
-
-
-@pytest.mark.parametrize("shape", [3, [3], (-1,), (1.0,), (True,), (2**10, 2**11), "3"])
-def test_a_shape_of_scales_that_is_none_is_refused(shape):
-    """The shape of a tensor is one, if it is known."""
-    check_shape(())
-    check_shape((2**10, 2**10))
-    check_shape(tf.TensorShape([3]))
-    with pytest.raises(ValueError, match="shape") as error:
-        check_shape(shape)
-    assert str(error.value) == (
-        f"`shape` must be a tuple of ints whose product is at most 2^20; got {shape!r}. It says how "
-        "many tensors' scales a state holds. Use (), the default, for one tensor, or (n,) for n."
-    )

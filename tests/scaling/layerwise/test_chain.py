@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import scaling
-from scaling import LayerwiseLossScale, layerwise_gradients
+from scaling.layerwise import LayerwiseLossScale, layerwise_gradients
 
 pytestmark = pytest.mark.sampled
 
@@ -237,49 +237,20 @@ def test_training_reaches_keras_layers():
     assert default != 100
 
 
-def message_for(layers, loss_fn=tf.reduce_sum):
-    """The message of the error that a chain raises."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        layerwise_gradients(layers, tf.ones([2, 2]), loss_fn)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["a branching model", "nothing", "no callable"])
-def test_what_is_not_a_chain_is_an_error(kind):
-    """A model with branches, an empty list and a list of numbers are errors."""
-    inputs = keras.Input([2])
-    branching = keras.Model(inputs, keras.layers.add([inputs, keras.layers.Dense(2)(inputs)]))
-    layers = {"a branching model": branching, "nothing": [], "no callable": [3]}[kind]
-
-    assert (
-        f"`layers` must be a keras.Sequential or a nonempty list of callables; got {layers!r}. Each layer takes the output of the previous layer: branches that join would need equal scales. Wrap branches into one layer, and pass a list of the layers."
-        == message_for(layers)
-    )
-
-
 def test_a_layer_that_is_trained_twice_is_an_error():
     """Its two gradients would have different scales. A layer without weights may occur twice."""
     layer, relu = keras.layers.Dense(2), keras.layers.ReLU()
     layer.build([None, 2])
 
     assert layerwise_gradients([relu, relu], tf.ones([2, 2]), tf.reduce_sum).loss == 4
-    assert (
-        f"`layers` must contain each layer once; got {layer!r} twice. Its two gradients would have different scales. Use two separate layers."
-        == message_for([layer, layer])
-    )
+    with pytest.raises(ValueError, match=r"^`layers`"):
+        layerwise_gradients([layer, layer], tf.ones([2, 2]), tf.reduce_sum)
 
 
-def test_a_layer_without_a_gradient_is_an_error():
-    """A trainable layer behind a non-differentiable one is an error; a frozen layer is not."""
+def test_a_layer_that_the_loss_does_not_depend_on_has_no_gradients():
+    """Behind a function without a gradient they are None, as on a tape."""
     layer = keras.layers.Dense(2)
-    layer.build([None, 2])
+    layers = [layer, tf.nn.relu, tf.stop_gradient]
+    found = layerwise_gradients(layers, tf.ones([2, 2]), tf.reduce_sum)
 
-    assert (
-        f"`layers` must pass a gradient to {layer!r}; got None. Another layer, between this layer and the loss, is not differentiable. Set `trainable = False` on this layer, or replace the other one."
-        == message_for([layer, tf.nn.relu, tf.stop_gradient])
-    )
-    layer.trainable = False
-    assert layerwise_gradients([layer, tf.round], tf.ones([2, 2]), tf.reduce_sum).gradients == [
-        [],
-        [],
-    ]
+    assert found.gradients == [[None, None], [], []]

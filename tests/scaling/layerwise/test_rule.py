@@ -8,8 +8,8 @@ import tensorflow as tf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scaling import LayerwiseLossScale
 from scaling.base.number_formats import is_power_of_two
+from scaling.layerwise import LayerwiseLossScale
 
 WIDE = LayerwiseLossScale(max_layer_scale=2.0**15, max_total_scale=2.0**100)
 
@@ -87,36 +87,18 @@ def test_integer_inputs_do_not_limit_the_scale():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value"),
     [
-        (
-            "max_layer_scale",
-            10.0,
-            "`max_layer_scale` must be a power of two between 2^-126 and 2^126; got 10.0. Only powers of two scale and unscale gradients without changing their bits. Use 8.0.",
-        ),
-        (
-            "max_total_scale",
-            0.5,
-            "`max_total_scale` must be at least 1; got 0.5. A smaller bound would shrink gradients. Use 1024.0, the default.",
-        ),
-        (
-            "underflow_share",
-            0.0,
-            "`underflow_share` must be at least 1e-12 and less than 1; got 0.0. The share is the fraction of products that may underflow. Use 1e-3, the default.",
-        ),
-        (
-            "underflow_share",
-            1.0,
-            "`underflow_share` must be at least 1e-12 and less than 1; got 1.0. The share is the fraction of products that may underflow. Use 1e-3, the default.",
-        ),
+        ("max_layer_scale", 10.0),
+        ("max_total_scale", 0.5),
+        ("underflow_share", 0.0),
+        ("underflow_share", 1.0),
     ],
 )
-def test_errors(field, value, message):
+def test_errors(field, value):
     """Bounds that are not powers of two or are below 1, and fractions outside (0, 1), are errors."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+    with pytest.raises(ValueError, match=f"^`{field}`"):
         LayerwiseLossScale(**{field: value})
-
-    assert message == str(error.value)
 
 
 @pytest.mark.parametrize("exponent", [-120, -70, -64, 63, 90])

@@ -7,7 +7,6 @@ import tensorflow as tf
 from hypothesis import example, given
 
 import scaling
-from scaling.ops.gradients import at_least_float32
 
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
 
@@ -162,31 +161,14 @@ def test_no_loss_scale_returns_the_same_tensors():
 
 def test_a_loss_must_be_of_a_float_dtype():
     """An integer loss is an error."""
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=r"^`loss`"):
         scaling.scale_loss(tf.constant(3), fixed(2.0))
-
-    assert str(error.value) == (
-        "`loss` must have a float dtype; got int32. Integers have no gradient. Compute the loss from "
-        "float32 tensors."
-    )
 
 
 def test_complex_gradients_are_an_error():
     """A cast to float32 would silently drop the imaginary part."""
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=r"^`gradients`"):
         scaling.unscale_gradients([tf.constant(4 + 8j, tf.complex64)], fixed(4.0))
-
-    assert str(error.value) == (
-        "`gradients` must have float dtypes; got complex64. Loss scaling is defined for real numbers "
-        "only. Leave such gradients out, or pass the real and imaginary parts of complex ones."
-    )
-
-
-def test_at_least_float32_returns_float32_tensors_unchanged():
-    """A float32 tensor is returned as the same object."""
-    tensor = tf.constant(1.0)
-
-    assert at_least_float32(tensor) is tensor
 
 
 def test_unscaling_is_exact_in_a_graph_at_every_power_of_two():

@@ -102,24 +102,9 @@ def test_if_all_gradients_are_zero_a_larger_scale_is_recommended():
     )
 
 
-def test_there_must_be_one_name_per_gradient():
-    """The numbers of names and gradients must be equal."""
-    stats = scaling.gradient_stats([tf.zeros([3])], at(4.0))
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
-        scaling.recommend(stats, ["a", "b"])
-
-    assert str(error.value) == (
-        "`names` must hold one name per gradient; got 2 names for 1 gradients. The names follow the order of tf.nest.flatten(gradients). Pass for instance [v.path for v in model.trainable_variables]."
-    )
-
-
-def test_names_are_different():
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["kernel", "kernel"]])
+def test_every_gradient_has_a_name_of_its_own(names):
     """The shares of two gradients under one name would hide the larger one."""
     stats = scaling.gradient_stats([tf.ones([2]), tf.ones([2])], at(1.0))
-    with pytest.raises(ValueError, match="different") as error:
-        scaling.recommend(stats, ["kernel", "kernel"])
-    assert str(error.value) == (
-        "`names` must be different; got 'kernel' more than once. What a gradient would lose is told "
-        "under its name, and `name` is the same in many layers of Keras. Pass for instance [v.path "
-        "for v in model.trainable_variables]."
-    )
+    with pytest.raises(ValueError, match=r"^`names`"):
+        scaling.recommend(stats, names)

