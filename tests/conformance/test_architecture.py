@@ -93,22 +93,6 @@ def test_the_architecture_page_names_files_that_exist():
         assert (ROOT / place).exists(), place
 
 
-def body_of(module, function):
-    """A function of a module without its docstring, as text."""
-    nodes = ast.parse(MODULES[module].read_text()).body
-    [found] = [node for node in nodes if getattr(node, "name", None) == function]
-    return [ast.dump(node) for node in found.body[1:]]
-
-
-@pytest.mark.parametrize("function", ["shown", "as_tensor", "not_a_tensor"])
-def test_copies_are_the_same(function):
-    """Two packages that do not import each other keep a few small functions twice."""
-    copies = [
-        body_of(room, function) for room in ("scaling.base.argument_checks", "strategies.checks")
-    ]
-    assert copies[0] == copies[1] != []
-
-
 def test_the_card_of_the_benchmarks_lists_its_files():
     """It lists each file of the folder."""
     folder = ROOT / "benchmarks"

@@ -24,26 +24,16 @@ def test_a_count_is_a_positive_integer(value):
     """Python's and NumPy's integers count; floats, bools and strings do not."""
     check_count("steps", 1)
     check_count("steps", np.int64(2**40))
-    with pytest.raises(ValueError, match="`steps`") as error:
+    with pytest.raises(ValueError, match="`steps`"):
         check_count("steps", value)
-
-    assert str(error.value) == (
-        f"`steps` must be an int of at least 1; got {value!r}. This argument is a count. "
-        "Pass a positive integer."
-    )
 
 
 @pytest.mark.parametrize("value", [-1, 0.0, False])
 def test_a_nonnegative_count_may_be_zero(value):
     """0 is accepted as an integer only."""
     check_nonnegative("max_retries", 0)
-    with pytest.raises(ValueError, match="`max_retries`") as error:
+    with pytest.raises(ValueError, match="`max_retries`"):
         check_nonnegative("max_retries", value)
-
-    assert str(error.value) == (
-        f"`max_retries` must be an int of at least 0; got {value!r}. This argument is a count, and "
-        "0 means none. Pass 0 or a positive integer."
-    )
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", None])
