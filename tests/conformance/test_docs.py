@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.py"))
 ROOMS = [
-    *("scaling", "scaling.float8", "strategies"),
+    *("scaling", "scaling.layerwise", "scaling.float8", "strategies"),
     *("trainer", "trainer.callbacks", "trainer.step"),
 ]
 # Elements and attributes that make a browser fetch a file; `link` does so only with some `rel`.

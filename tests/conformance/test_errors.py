@@ -23,7 +23,6 @@ from trainer.step import plan_step
 ONES = np.ones([4, 1], np.float32)
 DATA = ONES, ONES
 FLAGS = [
-    ("--loss_scale=1024:growth_interval=5", "loss_scale"),
     ("--checkpoints.keep_best=3", "keep_best"),
     ("--skips.max_records=5", "max_records"),
 ]
@@ -78,7 +77,6 @@ CASES = [
     ("loss_scale", lambda: scaling.FixedLossScale(1000)),
     ("loss_scale", lambda: make(loss_scale=1000)),
     ("token", two_tokens),
-    ("state", lambda: scaling.scale_loss(1.0, 2.0**15)),
     # A loss that is no mean over examples, or a weight that has no effect.
     ("loss_fn", lambda: make(loss_fn=keras.losses.MeanSquaredError(reduction="sum"))),
     ("loss_fn", lambda: make(loss_fn=BATCHWISE())),

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scaling.base.argument_checks import is_integer, is_number, shown
-from scaling.base.number_formats import as_float
 from trainer.base.argument_checks import as_python, check_bool, check_choice
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
@@ -73,7 +72,7 @@ def checked(default: Any, check: Check, **metadata: Any) -> Any:
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` is a positive, finite number."""
-    if not (is_number(value) and 0 < as_float(value) < math.inf):
+    if not (is_number(value) and 0 < value < math.inf):
         raise ValueError(f"`{name}` must be positive and finite, in seconds; got {shown(value)}")
 
 

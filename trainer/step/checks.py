@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import scaling
 from scaling.base.argument_checks import shown
-from strategies.checks import check_strategy
 from strategies.division import count_examples, known_examples, tensors_in
 from trainer.base.argument_checks import (
     as_returned_tensor,

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from scaling.base.argument_checks import is_integer, is_number, shown
-from scaling.base.number_formats import as_float
 from strategies.checks import REDUCE_DTYPES
 from trainer.base.argument_checks import check_ema_momentum
 from trainer.base.fields import check_fields, checked, choice, count, switch
@@ -17,7 +16,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**63
 
 def check_bound(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` can bound gradients in float32."""
-    if not is_number(value) or not SMALLEST <= as_float(value) <= LARGEST:
+    if not is_number(value) or not SMALLEST <= value <= LARGEST:
         raise ValueError(f"`{name}` must be None, or from 2^-126 to 2^63; got {shown(value)}")
 
 
