@@ -165,16 +165,6 @@ def learning_rate_setting(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._learning_rate
 
 
-def weight_decay_exclusions(optimizer: keras.optimizers.Optimizer) -> tuple[list[str], str]:
-    """Returns the variables to which `exclude_from_weight_decay` was applied, and the pattern.
-
-    No public attribute and no configuration tells them.
-    """
-    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-    listed = getattr(optimizer, "_exclude_from_weight_decay", ())
-    return sorted(map(str, listed)), "|".join(sorted(pattern.pattern.split("|"))) if pattern else ""
-
-
 def built_for(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Returns the variables that an optimizer has slots for, in the order of the slots."""
     return list(optimizer._trainable_variables) if optimizer.built else []

@@ -31,7 +31,6 @@ from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitoring import Monitoring
 from trainer.checkpoint.best import export_model
 from trainer.checkpoint.settings import Checkpoints
-from trainer.config.attributes import CHANGEABLE, assign, check_assignment
 from trainer.config.resolve import (
     LossScaleArgument,
     check_background,
@@ -57,7 +56,6 @@ from trainer.data.batches import (
     same_data,
 )
 from trainer.data.errors import reason_of
-from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition, OnlinePosition
 from trainer.data.source_position import position_in
 from trainer.data.structures import as_arrays, as_global_batch
@@ -72,6 +70,7 @@ from trainer.evaluation.eval_data import (
     result_names,
 )
 from trainer.evaluation.export import check_export, export, warn_of_kept_models
+from trainer.fingerprint import texts_of_arrays
 from trainer.log.console import RunConsole, resolve_style
 from trainer.log.history import History
 from trainer.log.run_log import RunLog
@@ -83,15 +82,7 @@ from trainer.losses.half_probabilities import warn_of_half_probabilities
 from trainer.losses.settings import Losses
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_computation, check_setting, rerun_step
-from trainer.run.build import (
-    Forward,
-    build,
-    leave_out_xla_or_refuse,
-    parts_of_plan,
-    recorded_computation,
-    recorded_settings,
-)
-from trainer.run.changes import (
+from trainer.run.adapt import (
     Setup,
     adapted,
     check_unchanged,
@@ -101,6 +92,14 @@ from trainer.run.changes import (
     setup_of,
     with_metric_variables,
 )
+from trainer.run.build import (
+    Forward,
+    build,
+    leave_out_xla_or_refuse,
+    parts_of_plan,
+    recorded_computation,
+    recorded_settings,
+)
 from trainer.run.compile_mode import (
     compilable_parts,
     initial_compile_mode,
@@ -108,15 +107,14 @@ from trainer.run.compile_mode import (
     parts_of_auto,
     tracing,
 )
+from trainer.run.declared import check_same_data, check_same_run, evaluated_of
 from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
 from trainer.run.follow import calls_of
-from trainer.run.identity import evaluated_of
 from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
-from trainer.run.same_on_workers import check_same_data, check_same_run
 from trainer.run.stop_signals import StopSignals
 from trainer.step import StepReport, attempt_step
 from trainer.step.plan import keeping_rows
@@ -125,6 +123,19 @@ from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.updates import Updates
 from trainer.step.xla import COMPILE_MODES
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
+
+# Attributes that no trace reads, or that the trainer sets itself: setting them traces nothing anew.
+UNTRACED = (
+    "steps_per_loop",
+    "log_interval",
+    "actions",
+    "callbacks",
+    "stop_asked",
+    "data_argument",
+    "jit_compile",
+    "compile_mode_open",
+    "edits",
+)
 
 
 class Trainer(Task):
@@ -295,20 +306,19 @@ class Trainer(Task):
         self.stop_asked = False
         self._begun = False  # whether a run has begun or was resumed, even without steps to take
         self._introduced = False  # whether the log has the model and the settings
-        self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
         for callback in self.callbacks:
             callback.set_trainer(self)
         self.edits = 0  # how often an attribute was set, or `retrace` called, between two calls
-        self._started = self._evaluating = False  # from here on, see __setattr__
-        self._own = {*vars(self)} - before | {"data_argument", "_parts", "_setup"}
+        self._started = self._evaluating = False
+        own = {name for name in {*vars(self)} - before if name.startswith("_")}
+        self._own = own | {"_parts", "_setup", *UNTRACED}  # from here on, see __setattr__
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, unless what it stands for is fixed; see `config/attributes.py`."""
-        check_assignment(self, name, value, Trainer)
-        super().__setattr__(name, as_python(value) if name in CHANGEABLE else value)
+        """Sets an attribute. If a program does so between two calls, the next one traces anew."""
+        super().__setattr__(name, value)
         if name == "optimizer":
             self.has_optimizer = True
-        own = getattr(self, "_own", {name})  # which the constructor has made
+        own = getattr(self, "_own", {name})
         if name not in own and tf.executing_eagerly() and not (self._running or self._evaluating):
             self.edits += 1  # traced methods may read the attribute
 
@@ -617,8 +627,8 @@ class Trainer(Task):
         self._leave_xla_out_if_needed(
             lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)), auto=auto
         )
-        assign(self, "compile_mode_open", value=False)
-        assign(self, "jit_compile", self._parts.plan.jit_compile)
+        self.compile_mode_open = False
+        self.jit_compile = self._parts.plan.jit_compile
         request = TrainRequest(ENDLESS, None, None, None, self._export_into)
         log = self._new_log()
         loop = OnlineLoop(self, self._parts, position, self._watch, log, request)
@@ -766,8 +776,8 @@ class Trainer(Task):
         if target > self.totals.attempted:
             with log.console.busy("tracing the training step ..."):
                 self._try_compile_mode(data, position.iterator)
-        assign(self, "compile_mode_open", value=False)
-        assign(self, "jit_compile", self._parts.plan.jit_compile)
+        self.compile_mode_open = False
+        self.jit_compile = self._parts.plan.jit_compile
 
     def _try_compile_mode(self, data: Batches, iterator: tf.data.Iterator) -> None:
         """Takes the compile mode for the data, if "auto" leaves it open, and traces the step."""
@@ -841,7 +851,7 @@ class Trainer(Task):
         position.begin(self.totals.attempted if self._begun else 0, ended)
         self._check_savable(train_data, position)
         if self.model_dir and are_arrays(train_data) and position.resume_mode != "restart":
-            position.content = of_arrays(as_arrays(train_data))
+            position.content = texts_of_arrays(as_arrays(train_data))
         return position
 
     def _check_savable(self, train_data: Any, position: DataPosition) -> None:
@@ -1155,7 +1165,7 @@ class Trainer(Task):
         check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(local_path(overflow))
         if self.compile_mode_open and not self._started:
-            assign(self, "jit_compile", record.setting["jit_compile"])
+            self.jit_compile = record.setting["jit_compile"]
         check_setting(record.setting, recorded_settings(self))
         self._start(next(iter(dataset)))
         check_computation(record.setting, recorded_computation(self))

@@ -39,9 +39,7 @@ def split(state: Any, arrays: dict[str, np.ndarray]) -> Any:
         return {PLACE: place, DTYPE: dtype, SHAPE: list(state.shape)}
     if not isinstance(state, (str, int, float, type(None))):
         raise TypeError(
-            "`state_dict` must return JSON types and NumPy arrays; got a "
-            f"{type(state).__name__}. Checkpoints could not save it. Return numbers, strings, "
-            "lists, dicts and arrays."
+            f"`state_dict` must return JSON types and NumPy arrays; got a {type(state).__name__}"
         )
     return state
 

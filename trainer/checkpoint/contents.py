@@ -93,21 +93,7 @@ class Contents:
         elif copies:
             self.copies.read(str(folder / "copies")).assert_existing_objects_matched()
         if scale:
-            read_scale(self.scale, folder)
-
-
-def read_scale(scale: tf.train.Checkpoint, folder: pathlib.Path) -> None:
-    """Restores the loss scaler `scale.loss_scaler` from the file `scale` in a folder."""
-    path = str(folder / "scale")
-    reader = tf.train.load_checkpoint(path)
-    dtypes = reader.get_variable_to_dtype_map()
-    if tf.int32 not in dtypes.values():
-        scale.read(path).assert_existing_objects_matched()
-        return
-    # Before release 0.1.0, counts were stored with 32 bits.
-    keys = {key.split("/")[2]: key for key in dtypes if key.startswith("loss_scaler/_variables/")}
-    state = {field: reader.get_tensor(key) for field, key in keys.items()}
-    scale.loss_scaler.assign(type(scale.loss_scaler.state)(**state))
+            self.scale.read(str(folder / "scale")).assert_existing_objects_matched()
 
 
 def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argument: str) -> None:
@@ -122,14 +108,11 @@ def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argumen
         ValueError: if the folder has no value for one of the variables.
     """
     try:
-        # Values of objects that no longer exist are ignored.
+        # Values are matched by attribute name; those of objects that no longer exist are ignored.
         variables.read(str(folder / "variables")).assert_existing_objects_matched().expect_partial()
     except AssertionError as error:
         raise ValueError(
-            f"`{argument}` must hold a value for every variable; got {folder}: {error}. Values are "
-            "matched by attribute name, and these variables would keep their initial values. Give "
-            "the model, the trainer and their layers the same attribute names as in "
-            f"that run, or use another {argument}."
+            f"`{argument}` must hold a value for every variable; got {folder}: {error}"
         ) from error
 
 
@@ -175,11 +158,8 @@ def others_with_variables(
 def check_path(path: str, variable: Variable, *, stable: bool) -> None:
     """Raises ValueError unless a checkpoint can name a variable by the path to it."""
     if not stable:
-        raise ValueError(
-            f"A checkpoint cannot name the variable {getattr(variable, 'path', variable.name)!r}, "
-            f"which the trainer reaches at {path!r}: the items of a set come in another order in "
-            "another process, so their values could be exchanged. Keep it in a list or a dict."
-        )
+        name = getattr(variable, "path", variable.name)
+        raise ValueError(f"`{path}` must be a list or a dict, not a set, to save {name!r}")
 
 
 def keys_of(variables: Iterable[Variable]) -> set[int]:

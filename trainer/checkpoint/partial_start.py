@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from scaling.base.argument_checks import shown
 from trainer.step.held_back import name_of_variable
 from trainer.step.types import Variable
 
@@ -46,8 +45,6 @@ def load_all_but(
     keys = keys_of_names(reader)
     values = {name: reader.get_tensor(keys[full]) for name, full in found.items()}
     for name, variable in wanted.items():
-        check_shape(name, variable, values[name], folder)
-    for name, variable in wanted.items():
         variable.assign(values[name])
 
 
@@ -73,10 +70,7 @@ def named(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
     shared = len(parts) > 1 and len({each[0] for each in parts}) == 1
     short = ["/".join(each[1:] if shared and len(each) > 1 else each) for each in parts]
     if twice := [name for name in short if short.count(name) > 1]:
-        raise ValueError(
-            "`init_from_skip` must be empty if two weights have one name; got two of the name "
-            f"{twice[0]!r}. With it, values are matched by name. Give each layer a name of its own."
-        )
+        raise ValueError(f"`init_from_skip` needs weights of different names; got two {twice[0]!r}")
     return dict(zip(short, values, strict=True))
 
 
@@ -106,8 +100,7 @@ def check_skips(skip: Sequence[str], names: Iterable[str]) -> None:
     for each in skip:
         if not any(re.search(each, name) for name in listed):
             raise ValueError(
-                "`init_from_skip` must match names of weights of the model or of the checkpoint; "
-                f"got {shown(each)}. The names are {', '.join(listed)}."
+                f"`init_from_skip` must match names of weights; got {each!r}; they are {listed}"
             )
 
 
@@ -115,24 +108,6 @@ def check_names(
     ours: Mapping[str, Variable], theirs: Mapping[str, str], folder: pathlib.Path
 ) -> None:
     """Raises ValueError unless both sides have variables of the same names."""
-    for here, there, which, where in (
-        (ours, theirs, "the model", f"{folder}"),
-        (theirs, ours, f"{folder}", "the model"),
-    ):
-        if missing := [name for name in here if name not in there]:
-            example = missing[0].rpartition("/")[0] or missing[0]
-            raise ValueError(
-                f"`init_from_skip` must match every weight of {which} that {where} does not have; "
-                f"{missing[0]!r} is one of {len(missing)}. Values are matched by name. Add "
-                f"{f'{example}/'!r}, or give the layers the same names in both models."
-            )
-
-
-def check_shape(name: str, variable: Variable, value: Any, folder: pathlib.Path) -> None:
-    """Raises ValueError unless a saved value has the shape of the variable."""
-    if variable.shape != value.shape:
-        raise ValueError(
-            f"`init_from_skip` must match every weight whose shape differs from that in {folder}; "
-            f"{name!r} is {tuple(variable.shape)} in the model and {tuple(value.shape)} there. Add "
-            f"{name!r}."
-        )
+    if apart := sorted(ours.keys() ^ theirs.keys()):
+        where = "the model" if apart[0] in ours else folder
+        raise ValueError(f"`init_from_skip` must match {apart[0]!r}, which only {where} has")

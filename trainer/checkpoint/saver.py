@@ -17,11 +17,11 @@ from trainer.base.atomic_files import (
     remove_folder,
     unfinished,
 )
-from trainer.base.describe import text_of_rule
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
 from trainer.checkpoint.folder import Facts
 from trainer.data.errors import reason_of
+from trainer.fingerprint import text_of_rule
 from trainer.step.types import Variable
 
 PREFIX = "ckpt"
@@ -259,10 +259,7 @@ class CheckpointSaver:
         if newest >= 0:
             path = self._model_dir / f"{PREFIX}-{newest}"
             raise RuntimeError(
-                f"`model_dir` must have one writer; got {path}, which another trainer has written "
-                "since this one has trained there. Two lines of steps would be logged as one run. "
-                "Make a new trainer, which goes on from the newest checkpoint, or use another "
-                "model_dir."
+                f"`model_dir` must have one writer; another trainer has saved {path}"
             )
 
     def holds_other_variables(self) -> bool:
@@ -389,15 +386,9 @@ def has_checkpoints(
 
 def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
     """Returns the error for a checkpoint that could not be written."""
-    earlier = list(folder.committed(path.parent, PREFIX).values())
-    if earlier:
-        saved, restart = f"The last good checkpoint is {earlier[-1]}.", "to continue from it"
-    else:
-        saved, restart = "There is no earlier checkpoint.", "to start over"
+    earlier = [None, *folder.committed(path.parent, PREFIX).values()]
     return CheckpointError(
-        f"Could not write checkpoint {path}: {reason_of(str(error))}. {saved} Make sure that "
-        "the disk has free space and that model_dir is writable, then run the same command again "
-        f"{restart}."
+        f"could not write {path}: {reason_of(str(error))}; the last good one is {earlier[-1]}"
     )
 
 
@@ -411,10 +402,7 @@ def read_chosen(path: pathlib.Path) -> Facts:
         return folder.read_manifest(path)
     except folder.DamagedError as error:
         raise ValueError(
-            "`model_dir` must be on a file system that all workers share; got "
-            f"{path.parent}, in which this worker cannot read the checkpoint that the chief "
-            f"restores: {error}. All workers must restore the same values. Use a directory that "
-            "every worker can read."
+            f"`model_dir` must be on a disk that all workers share; got {path.parent}: {error}"
         ) from error
 
 
@@ -451,13 +439,8 @@ def newest_intact(
             return path, facts
     if not damaged:
         return None
-    if argument == "model_dir":
-        why = "Starting a new run here would overwrite files that may still be recoverable."
-    else:
-        why = "There are no weights to start from."
     raise ValueError(
-        f"All checkpoints in `{argument}` are damaged ({len(damaged)} found): "
-        f"{'; '.join(damaged)}. {why} Repair the files, or use another {argument}."
+        f"`{argument}` must hold an undamaged checkpoint, or none; got {'; '.join(damaged)}"
     )
 
 
@@ -501,17 +484,8 @@ def check_variables(
     for owner in {**ours, **saved}:
         sides = ours.get(owner, ()), saved.get(owner, ())
         difference = first_difference(*sides, roles=owner != "model")
-        if not difference:
-            continue
-        if argument == "init_from":
-            rule, remedy = "hold", "or None to start from newly initialized weights"
-        elif owner == "model":
-            rule, remedy = "be empty or hold", "or build the same model as in that run"
-        else:
-            rule = "be empty or hold"
-            remedy = f"with init_from={str(path)!r} to start from the weights alone"
-        raise ValueError(
-            f"`{argument}` must {rule} a run with the same {owner}; got {path}, where "
-            f"{difference}. Values can only be restored into variables of the same shape and "
-            f"dtype. Use another {argument}, {remedy}."
-        )
+        if difference:
+            raise ValueError(
+                f"`{argument}` must hold a run with the same variables of {owner}; got {path}, "
+                f"where {difference}"
+            )

@@ -12,16 +12,16 @@ from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_checkpoint_path, check_choice
 from trainer.base.fields import CHOICES, check_fields, check_seconds, checked, choice, count, switch
 from trainer.checkpoint.best import BETTER
-from trainer.checkpoint.compatibility import ARGUMENTS
 from trainer.checkpoint.folder import committed
 from trainer.checkpoint.saver import PREFIX
 from trainer.data.iterator_state import RESUME_MODES
+from trainer.fingerprint import ALLOWABLE
 
 
 def check_allowed(name: str, value: Any) -> None:
     """Raises ValueError unless `value` names only settings that may change."""
     for each in value:
-        check_choice(name, each, tuple(ARGUMENTS))
+        check_choice(name, each, ALLOWABLE)
 
 
 def check_init_from(name: str, value: Any) -> None:
@@ -87,7 +87,7 @@ class Checkpoints:
     best_metric: str = "loss"
     best_is: str = choice("lowest", tuple(BETTER))
     data_resume: str = choice("exact", RESUME_MODES)
-    allow_changes: Sequence[str] = checked((), check_allowed, **{CHOICES: tuple(ARGUMENTS)})
+    allow_changes: Sequence[str] = checked((), check_allowed, **{CHOICES: ALLOWABLE})
     init_from: str | pathlib.Path | None = checked(None, check_init_from)
     init_from_skip: Sequence[str] = checked((), check_expressions)
 

@@ -48,9 +48,7 @@ def warm_start(path: pathlib.Path, model: Model, skip: Sequence[str] = ()) -> pa
     intact = newest_intact({0: path} if is_folder else checkpoints_in(path), "init_from")
     if intact is None:
         raise ValueError(
-            "`init_from` must be a checkpoint, a model_dir that contains one, or (for a Keras "
-            f"model) a file of Keras weights; got {str(path)!r}. No weights were found there. "
-            'Pass "runs/digits/ckpt-1000", for example.'
+            f"`init_from` must be a checkpoint, a model_dir or a file of weights; got {str(path)!r}"
         )
     found, facts = intact
     if KERAS_FILE in facts["files"] and isinstance(model, keras.Model):
@@ -72,10 +70,7 @@ def check_no_skip(skip: Sequence[str], path: pathlib.Path) -> None:
     """Raises ValueError if parts of a file are wanted, which only a checkpoint can give."""
     if skip:
         raise ValueError(
-            "`init_from_skip` must be empty unless `init_from` is a checkpoint `ckpt-STEP` or a "
-            f"model_dir; got {tuple(skip)} with {str(path)!r}. Other files do not name their "
-            "values. Use a checkpoint, or call model.load_weights(path, skip_mismatch=True) in "
-            "build_model."
+            f"`init_from_skip` must be empty unless `init_from` is a checkpoint; got {str(path)!r}"
         )
 
 
@@ -85,16 +80,11 @@ def read_file(path: pathlib.Path, model: keras.Model) -> pathlib.Path:
         model.load_weights(path)
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"`init_from` must be a file of weights that fit this model; got {str(path)!r}: "
-            f"{str(error).rstrip('. ')}. Every weight needs a saved value of the same shape. "
-            "Use another file, or None to start from newly initialized weights."
+            f"`init_from` must be a file of weights that fit the model; got {str(path)!r}: {error}"
         ) from error
     if left := left_in(path, model):
         raise ValueError(
-            f"`init_from` must be a file of weights that fit this model; got {str(path)!r}, which "
-            f"has {', '.join(left[:3])}{' and others' * (len(left) > 3)} besides. Keras leaves out "
-            "what the model has no variables for. If these layers are to go, call "
-            "model.load_weights(path) in build_model instead."
+            f"`init_from` must hold weights of the model alone; got {left[0]!r} in {str(path)!r}"
         )
     return path
 

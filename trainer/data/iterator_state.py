@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from strategies.division import count_examples
 from trainer.data.batches import Batches
-from trainer.data.fingerprint import Fingerprint, of_pipeline
 from trainer.data.pipeline_graph import description, pipeline_graph
 from trainer.data.reader import untuned
+from trainer.fingerprint import Fingerprint, entries, texts_of_pipeline
 from trainer.step.types import Batch
 
 RESUME_MODES = ("exact", "skip", "restart")
@@ -57,7 +57,7 @@ class DataPosition:
         self._shuffle_counts = None if data.arrays else self._uncounted()
         self.iterator = iter(self._dataset)
         self.pipeline = ""  # description of the pipeline, if `check_savable` has been called
-        self.content: Fingerprint | None = None  # None if nothing is known about the values
+        self.content: list[str] = []  # what stands for the values, as far as they are known
 
     def _uncounted(self) -> tf.data.Iterator:
         """Returns an iterator from which no element is taken; see the module's docstring."""
@@ -77,6 +77,16 @@ class DataPosition:
             "pipeline": self.pipeline,
             "data_resume": self.resume_mode,
         }
+
+    def declared(self) -> Fingerprint:
+        """Returns the entries of a fingerprint about the data."""
+        facts = self.facts()
+        data = {"pipeline": self.pipeline or None, "content": self.content}
+        if "data" not in facts:  # `train_on_batch` alone
+            return {}
+        return entries("global_batch", facts["global_batch"]) | entries(
+            "data", {"batch": facts["data"], **data}
+        )
 
     @property
     def used(self) -> int:
@@ -110,7 +120,7 @@ class DataPosition:
         Args:
             saved: contents of the checkpoint's `run.json`.
         """
-        self.begin(saved["step"], saved.get("epochs_ended", 0))
+        self.begin(saved["step"], saved["epochs_ended"])
         self._order_from(self.began)
 
     def _order_from(self, step: int) -> None:
@@ -133,30 +143,28 @@ class DataPosition:
         """Returns the steps with this data by a checkpoint, and the passes over earlier data.
 
         A change of the seed or of the values leaves the length of a pass as it is, so the passes
-        go on being counted. Checkpoints of older versions hold the number of all batches alone.
+        go on being counted.
         """
-        step, taken = saved["step"], saved["batches_taken"]
         if all(saved.get(name) == self.facts()[name] for name in OF_A_PASS):
-            left_out = saved.get("batches_left_out", taken - step)
-            return taken - left_out, saved.get("epochs_before", 0)
-        return 0, saved.get("epochs_ended", step // (self.data.steps_per_epoch or 1))
+            return saved["batches_taken"] - saved["batches_left_out"], saved["epochs_before"]
+        return 0, saved["epochs_ended"]
 
     def go_to(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
         """Moves to the position at which a checkpoint was written.
 
         Args:
             folder: the checkpoint.
-            saved: contents of its `run.json`. Those of older versions have `batches_taken` alone.
+            saved: contents of its `run.json`.
 
         Raises:
             ValueError: as for `read`.
         """
         taken = saved["batches_taken"]
-        self.began = self.since = saved.get("data_began", self.began)
+        self.began = self.since = saved["data_began"]
         self._order_from(self.began)
         self.read(folder, taken)
-        self.left_out = saved.get("batches_left_out", taken - saved["step"])
-        self.epochs_before = saved.get("epochs_before", 0)
+        self.left_out = saved["batches_left_out"]
+        self.epochs_before = saved["epochs_before"]
 
     def go_back(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
         """Moves to the position of a checkpoint of the same process, maybe with earlier data.
@@ -165,7 +173,7 @@ class DataPosition:
             folder: the checkpoint.
             saved: contents of its `run.json`.
         """
-        if saved.get("data_began", self.began) == self.began and saved["step"] > self.since:
+        if saved["data_began"] == self.began and saved["step"] > self.since:
             self.go_to(folder, saved)
         else:  # the data of this call comes next
             self._dataset = self.data.endless()
@@ -188,7 +196,7 @@ class DataPosition:
         """Raises ValueError if the position must be exact but cannot be saved exactly."""
         if self.resume_mode == "exact" and (graph := pipeline_graph(self.data.dataset)):
             self.pipeline = description(graph)
-            self.content = of_pipeline(graph)
+            self.content = texts_of_pipeline(graph)
 
     def write(self, folder: str) -> None:
         """Writes the position into a folder if the resume mode is "exact".
@@ -273,7 +281,7 @@ class OnlinePosition(DataPosition):
         self._before = before
         self.resume_mode = before.resume_mode if before else "restart"
         self.pipeline = before.pipeline if before else ""
-        self.content = before.content if before else None
+        self.content = before.content if before else []
 
     def facts(self) -> dict[str, Any]:
         """Returns what `run.json` says about the data of `train`; nothing about these batches."""

@@ -50,7 +50,7 @@ class SourcePosition(DataPosition):
         self.data = data
         self.resume_mode = resume_mode
         self.pipeline = ""
-        self.content = None  # another batch is noticed by the checksum in the saved place
+        self.content = []  # another batch is noticed by the checksum in the saved place
         self._dataset = data.endless()
         self.iterator = iter(self._dataset)
 

@@ -20,10 +20,10 @@ from absl import logging
 import strategies
 from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count
-from trainer.base.describe import digest
 from trainer.checkpoint import folder
 from trainer.checkpoint.saver import PREFIX
 from trainer.evaluation.eval_data import EvalData
+from trainer.fingerprint import Fingerprint, digest
 from trainer.log.run_log import format_results
 from trainer.log.writers import RunWriters
 
@@ -155,13 +155,13 @@ class ContinuousEvaluation:
         return True
 
 
-def identity_of(data: EvalData, steps: int | None, described: Any) -> str:
+def identity_of(data: EvalData, steps: int | None, described: Fingerprint) -> str:
     """Returns what distinguishes one evaluation from another, without reading a pipeline.
 
     Args:
         data: the data to evaluate on.
         steps: the largest number of batches.
-        described: what else the results depend on, as JSON types: the loss, the metrics, arrays.
+        described: what else the results depend on: the loss, the metrics, arrays.
     """
     parts = [
         f"{name} {found.dataset.element_spec}, {found.steps_per_epoch} steps, up to {steps}"

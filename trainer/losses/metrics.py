@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
-from trainer.base.describe import describe, describe_function, is_function
+from trainer.fingerprint import entries, is_function, text_of
 from trainer.losses.loss_fn import ignore_class_of, product
 from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
 from trainer.losses.metric_shares import replicas_in_sync
@@ -228,7 +228,7 @@ class MeanOf(keras.metrics.MeanMetricWrapper):
 
     def get_config(self) -> dict[str, Any]:
         """Returns what `run.json` records: Keras would return the code of a lambda, in base64."""
-        return {"name": self.name, "function": describe_function(self._function)}
+        return {"name": self.name, "function": text_of(self._function)}
 
 
 def copy_of(metric: keras.metrics.Metric) -> keras.metrics.Metric:
@@ -252,7 +252,7 @@ def other_settings(metric: keras.metrics.Metric, copy: keras.metrics.Metric) -> 
     differing = {
         name: getattr(copy, name, None)
         for name, value in vars(metric).items()
-        if is_setting(value) and describe(getattr(copy, name, None)) != describe(value)
+        if is_setting(value) and entries("", getattr(copy, name, None)) != entries("", value)
     }
     if any("built" in name for name in differing):  # it was updated already
         differing = {

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
-from trainer.base.describe import is_function
+from trainer.fingerprint import is_function
 from trainer.losses.loss_fn import example_losses
 from trainer.losses.loss_shapes import name_of
 from trainer.losses.metric_shapes import check_metric_shapes, weights_for

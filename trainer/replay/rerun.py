@@ -12,9 +12,8 @@ import tensorflow as tf
 import scaling
 import strategies
 from scaling.base.argument_checks import shown
-from trainer.checkpoint.folder import Facts
-from trainer.checkpoint.run_facts import differences
 from trainer.data.batches import Spec
+from trainer.fingerprint import Fingerprint, diff
 from trainer.replay.layer_probes import probing
 from trainer.replay.recorder import Record, Setting, write_state
 from trainer.step.accumulate import microbatch_inputs
@@ -194,24 +193,18 @@ def check_setting(recorded: Setting, ours: Setting) -> None:
             )
 
 
-def check_computation(recorded: Setting, ours: Facts) -> None:
+def check_computation(recorded: Setting, ours: Fingerprint) -> None:
     """Raises ValueError unless a trainer computes what a recorded step has computed.
 
-    Records of older versions do not tell. Another version of Keras may describe an object in
-    another way, and another one of Python has another bytecode.
+    Another version of Keras may describe an object in another way.
 
     Args:
         recorded: the settings in the record.
-        ours: what the trainer computes: "model" and "loss_fn", and the versions.
+        ours: what the trainer declares.
     """
-    was = recorded.get("computation")
-    if not was or was["versions"]["keras"] != ours["versions"]["keras"]:
+    was = recorded["computation"]
+    if was["versions.keras"] != ours["versions.keras"]:
         return
-    ignored = () if was["versions"]["python"] == ours["versions"]["python"] else ("code",)
-    for name in ("model", "loss_fn"):
-        for place, before, now in differences(was[name], ours[name], ignored):
-            raise ValueError(
-                f"`{name}` must be the same as in the recorded run; got {place} {shown(now)}, and "
-                f"the record has {shown(before)}. What another one computes says nothing of the "
-                "recorded step. Create the trainer as in that run."
-            )
+    for place, (before, now) in diff(was, ours).items():
+        if not place.startswith("versions"):
+            raise ValueError(f"`{place}` must be {before} as in the record; got {now}")

@@ -9,24 +9,30 @@ from typing import Any, TypedDict
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 import strategies
 from scaling.base.argument_checks import shown
 from scaling.rules.named import format_rule
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
-from trainer.base.describe import text_of_rule
 from trainer.checkpoint import CheckpointSaver
-from trainer.checkpoint.compatibility import versions, warn_about_model
 from trainer.checkpoint.contents import Contents, others_with_variables
-from trainer.checkpoint.folder import Facts
-from trainer.checkpoint.run_facts import model_facts
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
-from trainer.config.attributes import assign
 from trainer.config.resolve import dtype_policy
 from trainer.evaluation.evaluator import Evaluator
 from trainer.evaluation.no_writes import generators_in
+from trainer.fingerprint import (
+    Fingerprint,
+    comparable,
+    diff,
+    entries,
+    fingerprint,
+    group_of,
+    text_of_rule,
+    versions,
+)
 from trainer.keras_compat import is_metric_built, recompute_constants
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
@@ -37,7 +43,7 @@ from trainer.losses.output_mask import check_mask_values
 from trainer.losses.value_checks import checked
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
-from trainer.run.identity import identity_of, loss_of
+from trainer.run.declared import declared_by, loss_of
 from trainer.run.protocol import (
     Metrics,
     Parts,
@@ -104,6 +110,7 @@ def build(
         build_model(trainer, batch, forward)
         # Before the optimizer is built: some optimizers copy the weights when they are built.
         load_initial_weights(trainer, clean_up=training)
+        declared = declared_by(trainer)
         if training or trainer.compile_mode_open:
             leave_out_xla_or_refuse(trainer, batch)
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
@@ -112,7 +119,7 @@ def build(
         if forward == trainer.compute_loss:  # `predict` has no labels
             create_metric_variables(trainer, metrics, batch)
         checkpoints = make_checkpoints(trainer, state, metrics.train, checkpoint_folder(trainer))
-        identity = identity_of(trainer, optimizers_of(trainer), metrics.train)
+        declared |= entries("metrics", metrics.train)
         again = give_saved_slots(trainer, checkpoints)
         if again:
             checkpoints = make_checkpoints(
@@ -122,8 +129,7 @@ def build(
             checkpoints.restore()
         elif checkpoints.follow(clean_up=False) and checkpoints.latest:
             # Another process may be training this run.
-            ours = {"identity": identity, "versions": versions()}
-            warn_about_model(checkpoints.facts, ours, checkpoints.latest)
+            warn_of_another_model(checkpoints, declared)
         slots = slots_now(trainer, slots_from(checkpoints.facts, trainer))
         if again or missed_by_trained(slots):
             plan = make_plan(trainer, slots)
@@ -137,10 +143,19 @@ def build(
         stop=stop,
         metrics=metrics,
         checkpoints=checkpoints,
-        identity=identity,
+        declared=declared,
         slots=slots,
         **depending,
     )
+
+
+def warn_of_another_model(checkpoints: CheckpointSaver, declared: Fingerprint) -> None:
+    """Logs a warning if another model is to be evaluated with the weights in a checkpoint."""
+    saved = checkpoints.facts.get("fingerprint", {})
+    for place, (was, now) in diff(*comparable(saved, declared)).items():
+        # An evaluation may have another precision.
+        if group_of(place) == "model" and not place.endswith(".dtype"):
+            logging.warning("%s was %s in %s and is %s now", place, was, checkpoints.latest, now)
 
 
 def give_saved_slots(trainer: RunnableTrainer, checkpoints: CheckpointSaver) -> bool:
@@ -387,7 +402,7 @@ def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
             'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
         )
     warn_of_batches_without_xla(trainer, part)
-    assign(trainer, "jit_compile", value=False)
+    trainer.jit_compile = False
 
 
 def part_without_xla(batch: Batch) -> tf.Tensor | tf.RaggedTensor | None:
@@ -445,7 +460,7 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     if without_xla and trainer.jit_compile in WITH_PASSES:
         warn_of_plain_step(listed_layers(without_xla), where_xla_is_needed(trainer))
     if without_xla or (trainer.compile_mode_open and gathers(trainer)):
-        assign(trainer, "jit_compile", value=False)
+        trainer.jit_compile = False
     return plan_step(
         strategy=trainer.strategy,
         model=trainer.model,
@@ -522,13 +537,10 @@ def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -
     )
 
 
-def recorded_computation(trainer: RunnableTrainer) -> Facts:
+def recorded_computation(trainer: RunnableTrainer) -> Fingerprint:
     """Returns what a recorded step has computed, as far as is known. The model must be built."""
-    return {
-        "model": model_facts(trainer.model, trainer.precision.policy),
-        "loss_fn": loss_of(trainer),
-        "versions": versions(),
-    }
+    policy = trainer.precision.policy
+    return fingerprint(trainer.model, {}, policy, loss=loss_of(trainer), versions=versions())
 
 
 def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:

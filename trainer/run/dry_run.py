@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_count
-from trainer.base.describe import text_of_rule
 from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
+from trainer.fingerprint import text_of_rule
 from trainer.log.digits import format_number
 from trainer.log.model_table import frozen_parameters, total_size, variable_rows
 from trainer.log.run_log import format_results

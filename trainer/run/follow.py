@@ -12,7 +12,6 @@ from trainer.callbacks.callback import Callback
 from trainer.checkpoint.best import Best
 from trainer.checkpoint.folder import committed, read_unchecked
 from trainer.checkpoint.saver import PREFIX
-from trainer.config.attributes import assign
 from trainer.evaluation.continuous import FOLDER, Calls, Results
 from trainer.log.console import RunConsole
 from trainer.log.summary import Totals
@@ -101,5 +100,5 @@ def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> Non
     for path in reversed(committed(model_dir, PREFIX).values()):
         facts = read_unchecked(path)
         if "jit_compile" in facts:
-            assign(trainer, "jit_compile", value=facts["jit_compile"])
+            trainer.jit_compile = facts["jit_compile"]
             return

@@ -24,16 +24,16 @@ from trainer.callbacks.profiling import Profile
 from trainer.checkpoint import CheckpointError, CheckpointSaver
 from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
-from trainer.data.fingerprint import text_of
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.evaluator import UnequalLengthsError
+from trainer.fingerprint import select
 from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
 from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import crossed, next_stop
 from trainer.replay.recorder import keep_overflow
-from trainer.run.changes import check_trained_as_saved
+from trainer.run.adapt import check_trained_as_saved
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
 from trainer.run.lost_worker import WorkerLostError, worker_loss_explained
@@ -51,7 +51,15 @@ Results = dict[str, float]
 
 UNSAVED = "several workers are not saved without each other"
 # What the log and the trackers record of what makes a run the same; `run.json` has all of it.
-RECORDED = ("optimizer", "loss", "global_clipnorm", "clipnorm", "clipvalue", "ema_momentum")
+RECORDED = (
+    "optimizer",
+    "loss",
+    "global_clipnorm",
+    "clipnorm",
+    "clipvalue",
+    "ema_momentum",
+    "on_overflow",
+)
 
 
 class TrainRequest(NamedTuple):
@@ -217,17 +225,9 @@ class OuterLoop:
         """Returns the settings of the run, for the log and the trackers, as JSON types."""
         config = self._trainer.checkpoints
         best = {"best_metric": config.best_metric, "best_is": config.best_is}
-        identity = self._saver.identity()
-        made_of = {name: identity["identity"][name] for name in RECORDED}
-        if [*made_of["optimizer"]] == ["optimizer"]:  # a single one
-            made_of["optimizer"] = made_of["optimizer"]["optimizer"]
-        policy = {"on_overflow": self._trainer.skips.on_overflow}
-        settings = self._saver.facts() | best | policy | made_of
-        if "content" in identity:
-            # In words, because people read this; what is compared stands in run.json.
-            entries = enumerate(identity["content"])
-            settings["data_content"] = {str(place): text_of(entry) for place, entry in entries}
-        return settings
+        declared = self._saver.declared()
+        content = {at: text for at, text in declared.items() if at.startswith("data.content")}
+        return self._saver.facts() | best | select(declared, *RECORDED) | content
 
     def _tracked(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records the run with its trackers, if there are any."""

@@ -16,9 +16,9 @@ from trainer.callbacks.action import Action
 from trainer.callbacks.callback import Callback
 from trainer.callbacks.monitoring import Monitoring
 from trainer.checkpoint import CheckpointSaver
-from trainer.checkpoint.folder import Facts
 from trainer.checkpoint.settings import Checkpoints
 from trainer.evaluation.evaluator import Evaluator
+from trainer.fingerprint import Fingerprint
 from trainer.log.trackers import Tracker
 from trainer.losses.settings import Losses
 from trainer.losses.value_checks import LabelRange
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
     evaluator: Evaluator
     checkpoints: CheckpointSaver
     recorder: FlightRecorder | None
-    identity: Facts  # what makes the run the same: see `identity.py`
+    declared: Fingerprint  # by the run when it was built: see `declared.py`
     slots: Slots
 
 

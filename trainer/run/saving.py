@@ -1,28 +1,38 @@
 """Saves a run with everything that is needed to resume it, and resumes it."""
 
 import contextlib
-import pathlib
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 from absl import logging
 
 import strategies
-from trainer.base.describe import text_of_rule
 from trainer.callbacks.callback import keys_of
 from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint.arrays import joined, read_arrays, split, write_arrays
-from trainer.checkpoint.compatibility import check_same, versions
-from trainer.checkpoint.folder import Facts
 from trainer.data.iterator_state import BETWEEN_CALLS, OF_A_PASS, DataPosition
+from trainer.fingerprint import (
+    Fingerprint,
+    check_resumable,
+    diff,
+    entries,
+    replaced,
+    select,
+    text_of_rule,
+    versions,
+)
+from trainer.keras_compat import learning_rate_setting
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
-from trainer.run.identity import all_optimizers
+from trainer.run.declared import optimizers_at
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import facts_of, optimizers_of
 from trainer.run.stop_signals import StopSignals
+
+OF_DATA = "global_batch", "data"  # parts of a fingerprint
 
 
 class RunSaver:
@@ -93,15 +103,21 @@ class RunSaver:
         if checkpoints.deferred:
             log.rewind(step, trainer.model_dir)
             return
+        was, now = saved["fingerprint"], self.declared()
         begins = "data" not in saved  # a run of `train_on_batch` alone has no place in data
-        if self._follows_other_data(saved):
-            begins, saved = True, saved | self._position.facts() | self._content()
-            log.say("the data of this call is another than before, and is read from its beginning")
-        changed = self._changes(saved, checkpoints.latest)
-        self._take_changes(saved, changed)
+        if saved.get(BETWEEN_CALLS) and BETWEEN_CALLS not in self._position.counts():
+            # `train_on_batch` has written it: the call of `train` before it had ended.
+            ours = select(now, *OF_DATA)
+            if diff(select(was, *OF_DATA), ours):
+                begins = True
+                was = replaced(was, ours, *OF_DATA)
+                log.say("the data of this call is another, and is read from its beginning")
+        allowed = trainer.checkpoints.allow_changes
+        changed = check_resumable(was, now, allowed, checkpoints.latest)
+        self._take_changes(was, now, changed)
         if begins:
             self._position.begin_late(saved)
-        elif {"seed", "global_batch", "data"} & {*changed}:
+        elif {"seed", *OF_DATA} & changed:
             self._position.begin_instead(saved)
         else:
             self._position.go_to(checkpoints.latest, saved)
@@ -110,28 +126,15 @@ class RunSaver:
         unknown = self.restore_listeners()
         checkpoints.resumed = True
         log.rewind(step, trainer.model_dir, self.saved_interval())
-        warn_of_lost_lines(saved.get("lines"), log.lines_up_to(step))
+        warn_of_lost_lines(saved["lines"], log.lines_up_to(step))
         log.say(f"going on from step {step} ({checkpoints.latest})")
         if unknown:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
 
-    def _follows_other_data(self, saved: Facts) -> bool:
-        """Returns whether the call of `train` before this one had ended, and had read other data.
-
-        A checkpoint says so if `train_on_batch` has written it.
-        """
-        if not saved.get(BETWEEN_CALLS) or BETWEEN_CALLS in self._position.counts():
-            return False
-        ours = self._position.facts() | self._content()
-        return any(saved.get(name) != value for name, value in ours.items())
-
     def saved_interval(self) -> Mapping[str, np.ndarray] | None:
-        """Returns what `RunLog.unfinished` returned when the newest checkpoint was written.
-
-        Checkpoints of older versions have no interval.
-        """
+        """Returns what `RunLog.unfinished` returned when the newest checkpoint was written."""
         checkpoints = self._parts.checkpoints
-        if not (checkpoints.latest and checkpoints.facts.get("interval")):
+        if not (checkpoints.latest and checkpoints.facts["interval"]):
             return None
         interval: dict[str, np.ndarray] = joined(
             checkpoints.facts["interval"], read_arrays(checkpoints.latest)
@@ -159,7 +162,6 @@ class RunSaver:
     def _restore_callbacks(self, arrays: Mapping[str, np.ndarray]) -> list[str]:
         """Restores the states of callbacks; returns the names of those that have none."""
         keyed = keys_of(self._trainer.callbacks)
-        # Checkpoints of older versions have none.
         saved = self._parts.checkpoints.facts.get("callbacks", {})
         for key, callback in keyed.items():
             if key in saved:
@@ -180,21 +182,18 @@ class RunSaver:
             key: split(callback.state_dict(), arrays)
             for key, callback in keys_of(self._trainer.callbacks).items()
         }
-        facts = (
-            self.facts()
-            | self.identity()
-            | {
-                **self._position.counts(),
-                "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
-                "actions": [split(action.state(), arrays) for action in self._trainer.actions],
-                "divergence": self._watch.state() if self._watch else None,
-                "evaluation_due": self.evaluation_due,
-                "callbacks": states,
-                "interval": split(self._log.unfinished(), arrays) if self._log else None,
-                "lines": self._log.lines_up_to(step) if self._log else None,
-                **facts_of(self._parts.slots, self._trainer),
-            }
-        )
+        facts = self.facts() | {
+            "fingerprint": self.declared(),
+            **self._position.counts(),
+            "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
+            "actions": [split(action.state(), arrays) for action in self._trainer.actions],
+            "divergence": self._watch.state() if self._watch else None,
+            "evaluation_due": self.evaluation_due,
+            "callbacks": states,
+            "interval": split(self._log.unfinished(), arrays) if self._log else None,
+            "lines": self._log.lines_up_to(step) if self._log else None,
+            **facts_of(self._parts.slots, self._trainer),
+        }
 
         self.wait()
         with contextlib.ExitStack() as saving:
@@ -218,45 +217,26 @@ class RunSaver:
         """Returns a context in which a stop signal does not end the process."""
         return self._signals.saving() if self._signals else contextlib.nullcontext()
 
-    def _changes(self, saved: Facts, path: pathlib.Path) -> list[str]:
-        """Returns the names of what has changed since a checkpoint; raises if one may not change.
+    def _take_changes(self, was: Fingerprint, now: Fingerprint, changed: Collection[str]) -> None:
+        """Puts changes into effect where the restored values would hide them.
 
         Args:
-            saved: contents of the checkpoint's `run.json`.
-            path: path of the checkpoint.
+            was: what the checkpoint has recorded.
+            now: what this run declares.
+            changed: the first parts of the places that differ.
         """
-        saved, ours = dict(saved), self.facts() | self.identity()
-        # Compare the descriptions of the pipelines only if both runs have the same `data_resume`:
-        # not every value of it makes a run describe its pipeline.
-        if saved["data_resume"] == ours["data_resume"]:
-            for facts in (saved, ours):
-                if "data" in facts:
-                    facts["data"] += facts["pipeline"]
-        return check_same(saved, ours, self._trainer.checkpoints.allow_changes, path)
-
-    def _take_changes(self, saved: Facts, changed: Collection[str]) -> None:
-        """Puts changes into effect where the restored values would hide them."""
         trainer, state = self._trainer, self._parts.state
-        if "optimizer" in changed:
-            self._take_learning_rates(saved["identity"]["optimizer"])
+        # Learning rates that the program has changed are set; others stay as they were saved.
+        for name, optimizer in optimizers_at(optimizers_of(trainer)).items():
+            place, rate = f"{name}.learning_rate", learning_rate_setting(optimizer)
+            if isinstance(rate, keras.Variable) and was.get(place) != now.get(place):
+                with trainer.strategy.scope():
+                    optimizer.learning_rate = float(now[place])
         if "metrics" in changed:
             for metric in self._parts.metrics.train.values():
                 metric.reset_state()
         if "seed" in changed and trainer.seed is not None:
             state.random_seed.assign(trainer.seed)
-
-    def _take_learning_rates(self, saved: Facts) -> None:
-        """Sets the learning rates that the program has changed; others stay as they were saved.
-
-        Args:
-            saved: the description of the optimizers in the checkpoint.
-        """
-        ours = self._parts.identity["optimizer"]
-        for name, optimizer in all_optimizers(optimizers_of(self._trainer)).items():
-            rate = ours[name].get("learning_rate")
-            if isinstance(rate, float) and rate != saved.get(name, {}).get("learning_rate"):
-                with self._trainer.strategy.scope():
-                    optimizer.learning_rate = rate
 
     def is_late(self) -> bool:
         """Returns whether `interval_secs` have passed on any worker since the last checkpoint."""
@@ -264,14 +244,10 @@ class RunSaver:
         late = secs is not None and time.monotonic() - self._saved_time >= secs
         return secs is not None and strategies.any_worker(late, self._trainer.strategy)
 
-    def identity(self) -> dict[str, Any]:
-        """Returns the longer entries of `run.json`, which say what makes the run the same."""
-        return {"identity": self._parts.identity, **self._content()}
-
-    def _content(self) -> Facts:
-        """Returns the entry of `run.json` about the values in the data, as far as it is known."""
-        content = self._position.content
-        return {} if content is None else {"content": content}
+    def declared(self) -> Fingerprint:
+        """Returns what `run.json` records of what the run declares."""
+        compiled = entries("jit_compile", self._trainer.jit_compile)
+        return self._parts.declared | compiled | self._position.declared()
 
     def facts(self) -> dict[str, Any]:
         """Returns the short entries of `run.json` that do not change during training."""
@@ -293,8 +269,8 @@ def warn_of_lost_lines(saved: Mapping[str, int] | None, found: Mapping[str, int]
     """Warns if lines of `metrics.jsonl` are gone from which a resumed run takes its history.
 
     Args:
-        saved: what `RunLog.lines_up_to` returned when the checkpoint was written; None if it is of
-            an older version.
+        saved: what `RunLog.lines_up_to` returned when the checkpoint was written; None without a
+            log.
         found: what it returns now.
     """
     if saved is None:

@@ -280,14 +280,10 @@ def test_nothing_is_kept_without_being_asked_for(tmp_path):
         slopes(1.0), steps=1, global_batch=1, eval_data=slopes(1.0)
     )
     trainer = Linear(model_dir=tmp_path / "b", checkpoints=Checkpoints(keep_best=1), verbose=False)
-    with pytest.raises(ValueError, match="eval_data") as error:
+    with pytest.raises(ValueError, match="`eval_data`"):
         trainer.train(slopes(1.0), steps=1, global_batch=1)
 
     assert list(tmp_path.rglob("best")) == []
-    assert str(error.value) == (
-        "`eval_data` must be given to keep the best models; got None with keep_best=1. Evaluations "
-        "say which models are best. Pass eval_data=, or leave out keep_best."
-    )
     assert trainer.totals.attempted == 0
 
 

@@ -12,7 +12,6 @@ from trainer.checkpoint.contents import (
     describe,
     first_difference,
     others_with_variables,
-    read_variables,
 )
 from trainer.step.rollback import copies_of
 
@@ -26,18 +25,8 @@ def test_a_variable_without_a_value_is_an_error(tmp_path):
             self.more = tf.Variable(3.0, name="more")
 
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=1, global_batch=1)
-    with pytest.raises(ValueError, match="every variable") as error:
+    with pytest.raises(ValueError, match=r"(?s)`model_dir`.*more:0"):
         More(model_dir=tmp_path).train(slopes(1.0), steps=2, global_batch=1)
-
-    start, _, rest = str(error.value).partition(": ")
-    tensorflows, _, end = rest.partition("]. ")
-    assert start == f"`model_dir` must hold a value for every variable; got {tmp_path / 'ckpt-1'}"
-    assert "<tf.Variable 'more:0' shape=() dtype=float32, numpy=3.0>" in tensorflows
-    assert end == (
-        "Values are matched by attribute name, and these variables would keep their initial "
-        "values. Give the model, the trainer and their layers the same attribute names as in that "
-        "run, or use another model_dir."
-    )
 
 
 def test_variables_are_described_by_name_dtype_and_shape():
@@ -136,17 +125,8 @@ def test_variables_are_found_at_any_depth():
 def test_a_variable_in_a_set_has_no_name():
     """L12: a checkpoint cannot tell two variables of a set apart, so they are refused by name."""
     kept = {Plain(inside=keras.Variable(0.0, name=f"v{number}")) for number in range(2)}
-    with pytest.raises(ValueError, match="A checkpoint cannot name") as caught:
+    with pytest.raises(ValueError, match=r"bag\.kept\{0\}\.inside"):
         others_with_variables({"bag": Plain(kept=kept)}, {}, {})
-
-    name = str(caught.value).split("'")[1]
-    path = str(caught.value).split("'")[3]
-    assert str(caught.value) == (
-        f"A checkpoint cannot name the variable {name!r}, which the trainer reaches at {path!r}: the "
-        "items of a set come in another order in another process, so their values could be "
-        "exchanged. Keep it in a list or a dict."
-    )
-    assert (name[0], path) == ("v", "bag.kept{0}.inside")
 
 
 def contents_of(model, metric, scaler):
@@ -194,16 +174,3 @@ def test_copies_of_several_workers_are_marked(monkeypatch, mirrored):
     on_workers = Contents({}, scaler, {"mean": metric}, strategy)
 
     assert on_workers.differing == ["kept: of each worker", *describe(metric.variables)]
-
-
-@pytest.mark.parametrize("argument", ["model_dir", "init_from"])
-def test_the_error_names_the_argument(tmp_path, argument):
-    """The error names the argument that led to the folder, and suggests another one."""
-    tf.train.Checkpoint(one=tf.Variable(1.0)).write(str(tmp_path / "variables"))
-    with pytest.raises(ValueError, match="every variable") as error:
-        read_variables(tf.train.Checkpoint(other=tf.Variable(1.0)), tmp_path, argument)
-
-    assert str(error.value).startswith(
-        f"`{argument}` must hold a value for every variable; got {tmp_path}: "
-    )
-    assert str(error.value).endswith(f"in that run, or use another {argument}.")

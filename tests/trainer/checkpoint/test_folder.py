@@ -151,8 +151,7 @@ def test_a_file_that_cannot_be_read_counts_as_damaged(sound, monkeypatch):
     with pytest.raises(folder.DamagedError) as error:
         folder.read_manifest(sound)
 
-    file = sound / "deep/er/notes"
-    assert str(error.value) == f"{file} cannot be read: [Errno 5] Input/output error: '{file}'"
+    assert str(error.value).startswith(str(sound / "deep/er/notes"))
 
 
 def test_the_error_for_each_kind_of_damage(sound):
@@ -169,31 +168,20 @@ def test_the_error_for_each_kind_of_damage(sound):
             file.write_bytes(before)
         return str(error.value)
 
-    manifest = sound / "run.json"
-    text = manifest.read_bytes()
-    assert (
-        error_with("variables.index", b"x")
-        == f"{sound / 'variables.index'} has 1 bytes instead of 256"
-    )
-    assert (
-        error_with("variables.index", bytes(256))
-        == f"{sound / 'variables.index'} has changed: its checksum does not match"
-    )
-    assert (
-        error_with("run.json", text.replace(b'"step": 12', b'"step": 13'))
-        == f"{manifest} has changed: its checksum does not match"
-    )
-    assert (
-        error_with("run.json", b"")
-        == f"{manifest} cannot be read: Expecting value: line 1 column 1 (char 0)"
-    )
-    assert error_with("run.json", b"[]").startswith(f"{manifest} cannot be read: ")
-    assert error_with("run.json", b"{}") == f"{manifest} cannot be read: 'sha256'"
+    text = (sound / "run.json").read_bytes()
+    for name, content in (
+        ("variables.index", b"x"),
+        ("variables.index", bytes(256)),
+        ("run.json", text.replace(b'"step": 12', b'"step": 13')),
+        ("run.json", b""),
+        ("run.json", b"[]"),
+        ("run.json", b"{}"),
+    ):
+        assert error_with(name, content).startswith(f"{sound / name} ")
     aside = (sound / "empty").rename(sound.parent / "aside")
-    with pytest.raises(folder.DamagedError) as error:
+    with pytest.raises(folder.DamagedError, match="empty is missing"):
         folder.read_manifest(sound)
     aside.rename(sound / "empty")
-    assert str(error.value) == f"{sound / 'empty'} is missing"
 
 
 def kill_at(monkeypatch, call):

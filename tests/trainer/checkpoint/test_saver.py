@@ -1,7 +1,6 @@
 """L12: what a checkpoint holds, when one is written, and when it is removed."""
 
 import json
-import pathlib
 import shutil
 import threading
 import time
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from access import untuned
-from helpers import Linear, copies, slopes
+from helpers import Linear, copies, linear_model, slopes
 
 import scaling
 from trainer import Checkpoints, Trainer
@@ -249,13 +248,8 @@ def test_checkpoint_items_need_other_names(tmp_path, name):
             return {"fine": tf.Variable(1.0), name: tf.Variable(2.0)}
 
     trainer = Colliding(model_dir=tmp_path, verbose=False)
-    with pytest.raises(ValueError, match="names that are not taken") as error:
+    with pytest.raises(ValueError, match="`checkpoint_items`"):
         trainer.train(slopes(1.0), steps=1, global_batch=1)
-
-    assert str(error.value) == (
-        f"`checkpoint_items` must return names that are not taken; got {name!r}. Every checkpoint "
-        "already holds an item of that name. Choose another name."
-    )
     assert list(tmp_path.glob("ckpt-*")) == []
 
 
@@ -367,14 +361,8 @@ def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
     second.train(data, steps=4, global_batch=2)
     before = sorted(path.name for path in tmp_path.iterdir()), first.totals
     again = first.train_on_batch if online else lambda data: first.train(data, 6, global_batch=2)
-    with pytest.raises(RuntimeError, match="one writer") as error:
+    with pytest.raises(RuntimeError, match="`model_dir`"):
         again(data)
-
-    assert str(error.value) == (
-        f"`model_dir` must have one writer; got {tmp_path / 'ckpt-4'}, which another trainer has "
-        "written since this one has trained there. Two lines of steps would be logged as one run. "
-        "Make a new trainer, which goes on from the newest checkpoint, or use another model_dir."
-    )
     assert (sorted(path.name for path in tmp_path.iterdir()), first.totals) == before
     assert second.train(data, steps=6, global_batch=2).steps_run == 2
     last = made()
@@ -443,15 +431,8 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path):
     trainer.train(slopes(1.0), steps=2, global_batch=1)
     for step in (1, 2):
         (tmp_path / f"ckpt-{step}" / "scale.index").unlink()
-    with pytest.raises(ValueError, match="damaged") as error:
+    with pytest.raises(ValueError, match=r"`model_dir`.*scale.index"):
         Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=3, global_batch=1)
-
-    assert str(error.value) == (
-        "All checkpoints in `model_dir` are damaged (2 found): "
-        f"{tmp_path / 'ckpt-2' / 'scale.index'} is missing; "
-        f"{tmp_path / 'ckpt-1' / 'scale.index'} is missing. Starting a new run here would overwrite "
-        "files that may still be recoverable. Repair the files, or use another model_dir."
-    )
     assert steps_saved(tmp_path) == [1, 2]
 
 
@@ -490,35 +471,71 @@ def test_a_checkpoint_holds_other_variables_only_if_they_differ(tmp_path):
     assert checkpoints.holds_other_variables()
 
 
-def test_other_variables_are_refused():
-    """The error says whose variables differ, and what can be done with each argument."""
-    path = pathlib.Path("ckpt-1")
-    weights_alone = "with init_from='ckpt-1' to start from the weights alone"
-    for owner, argument, rule, remedy in (
-        ("model", "model_dir", "be empty or hold", "or build the same model as in that run"),
-        ("optimizer", "model_dir", "be empty or hold", weights_alone),
-        ("model", "init_from", "hold", "or None to start from newly initialized weights"),
-    ):
-        with pytest.raises(ValueError, match=argument) as error:
-            saver.check_variables({owner: ["a: float32 (1,)"]}, {owner: []}, path, argument)
-        assert str(error.value) == (
-            f"`{argument}` must {rule} a run with the same {owner}; got ckpt-1, where variable 0 is "
-            "missing in this run and a: float32 (1,) in the checkpoint. Values can only be restored "
-            f"into variables of the same shape and dtype. Use another {argument}, {remedy}."
-        )
+def sgd():
+    """The optimizer of `Linear`."""
+    return keras.optimizers.SGD(1.0)
+
+
+def with_bias():
+    """A model with one variable more."""
+    return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+
+
+def whole_numbers():
+    """A model whose first variable has another dtype."""
+    layer = keras.layers.Layer()
+    layer.add_weight(shape=(1, 1), dtype="int32", trainable=False, name="count")
+    return keras.Sequential([keras.Input([1]), layer, linear_model().layers[-1]])
+
+
+def momentum():
+    """An optimizer with slots."""
+    return keras.optimizers.SGD(1.0, momentum=0.5)
+
+
+class Pair(keras.Model):
+    """A model with a part that has an optimizer of its own."""
+
+    def __init__(self):
+        """Makes the part."""
+        super().__init__()
+        self.one = linear_model()
+
+    def call(self, x):
+        """Calls the part."""
+        return self.one(x)
+
+
+@pytest.mark.parametrize(
+    ("before", "model", "optimizer", "found"),
+    [
+        (sgd, lambda: linear_model(units=2), sgd, r"model.* variable 0 .*float32 \(1, 2\)"),
+        (sgd, with_bias, sgd, "model.* variable 1 .*missing"),
+        (sgd, whole_numbers, sgd, "model.* variable 0 .*int32"),
+        (sgd, linear_model, momentum, "optimizer.* variable 2 .*missing"),
+        (momentum, linear_model, sgd, "optimizer.* variable 2 is missing"),
+        (momentum, linear_model, lambda: keras.optimizers.RMSprop(1.0), "optimizer.*momentum"),
+        (sgd, Pair, lambda: {"one": sgd()}, "optimizer_one.* variable 0 .*missing"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused(tmp_path, before, model, optimizer, found):
+    """L12: other shapes or dtypes, more variables or fewer, or as many of another role."""
+
+    def train(model, optimizer):
+        trainer = Linear(model_dir=tmp_path, verbose=False)
+        trainer.model, trainer.optimizer = model(), optimizer()
+        trainer.train(slopes(1.0), steps=2, global_batch=1)
+
+    train(linear_model, before)
+    with pytest.raises(ValueError, match=f"`model_dir`.*{found}"):
+        train(model, optimizer)
 
 
 def test_a_worker_that_cannot_read_the_chiefs_choice_says_so(tmp_path):
     """The chief chooses the checkpoint for all workers; one with another disk does not go on."""
     path = tmp_path / "ckpt-1"
-    with pytest.raises(ValueError, match="model_dir") as error:
+    with pytest.raises(ValueError, match="`model_dir`"):
         saver.read_chosen(path)
-
-    assert str(error.value) == (
-        f"`model_dir` must be on a file system that all workers share; got {tmp_path}, in which this "
-        f"worker cannot read the checkpoint that the chief restores: {error.value.__cause__}. All "
-        "workers must restore the same values. Use a directory that every worker can read."
-    )
 
 
 def test_rolling_back_removes_later_checkpoints(tmp_path):
@@ -631,16 +648,6 @@ class Failing(Linear):
         monkeypatch.setattr(folder, "commit", failing)
 
 
-def failed(path, last):
-    """The complete error message."""
-    saved = f"The last good checkpoint is {last}." if last else "There is no earlier checkpoint."
-    return (
-        f"Could not write checkpoint {path}: [Errno 28] No space left on device. {saved} Make sure that "
-        "the disk has free space and that model_dir is writable, then run the same command again "
-        f"{'to continue from it' if last else 'to start over'}."
-    )
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
@@ -656,11 +663,10 @@ def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
         checkpoints=Checkpoints(interval=2, background=asynchronous),
         steps_per_loop=2,
     )
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=r"ckpt-4.*No space.*ckpt-2") as error:
         trainer.train(slopes(1.0), steps=10, global_batch=1)
     stood_at = trainer.totals.attempted
 
-    assert str(error.value) == failed(tmp_path / "ckpt-4", tmp_path / "ckpt-2")
     assert isinstance(error.value.__cause__, OSError)
     assert stood_at == (6 if asynchronous else 4)
     assert access.checkpoints(trainer).latest == tmp_path / "ckpt-2"
@@ -674,10 +680,9 @@ def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
 def test_an_error_of_the_last_save_is_raised_by_train(tmp_path, monkeypatch):
     """`train` waits for the thread that writes the last checkpoint."""
     trainer = Failing(3, monkeypatch, model_dir=tmp_path, checkpoints=Checkpoints(background=True))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match="ckpt-3"):
         trainer.train(slopes(1.0), steps=3, global_batch=1)
 
-    assert str(error.value) == failed(tmp_path / "ckpt-3", None)
     assert list(tmp_path.glob("ckpt*")) == []
 
 
@@ -694,7 +699,7 @@ def test_a_manifest_describes_the_run(tmp_path):
     versions = facts.pop("versions")
     variables = facts.pop("variables")
     seal = facts.pop("sha256")
-    del facts["identity"], facts["content"]  # see `run/identity.py` and `data/fingerprint.py`
+    del facts["fingerprint"]  # see `trainer/fingerprint.py`
 
     assert facts == {
         "precision": "float32",
@@ -844,6 +849,5 @@ def test_the_reason_is_found_in_an_error_of_a_graph(tmp_path):
     error = saver.write_error(
         tmp_path / "ckpt-4", tf.errors.ResourceExhaustedError(None, None, message)
     )
-    assert str(error).startswith(
-        f"Could not write checkpoint {tmp_path / 'ckpt-4'}: /runs/a; No space left on device. There "
-    )
+    assert "/runs/a; No space left on device" in str(error)
+    assert "Node" not in str(error)

