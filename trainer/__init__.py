@@ -9,13 +9,13 @@ import importlib
 import pathlib
 import typing
 
-from trainer.base import sibling_packages, supported_versions
+from trainer.base import at_import
 
-sibling_packages.check_siblings(pathlib.Path(__file__).parents[1])
+at_import.check_siblings(pathlib.Path(__file__).parents[1])
 try:
     import scaling  # noqa: F401  # imports TensorFlow quietly, before anything else does
 finally:  # the version is the cause of other errors, too
-    supported_versions.check_versions(supported_versions.installed())
+    at_import.check_versions(at_import.installed())
 
 if typing.TYPE_CHECKING:
     from trainer.callbacks.action import Action

@@ -1,4 +1,36 @@
-"""Every private name of Keras and TensorFlow that the library uses.
+"""Every private name of Keras and TensorFlow that `trainer` uses, with the reason for each.
+
+Optimizers:
+
+- `_all_reduce_sum_gradients`: `apply` sums over replicas, and no argument turns that off.
+- `_trainable_variables`: which variables it was built for, in the order of its slots.
+- `_model_variables_moving_average`: which of its variables are averages, and of which weights.
+- `_update_model_variables_moving_average`: where `apply` updates them, and overwrites the weights.
+- `_learning_rate`: a schedule itself; the public `learning_rate` is its value.
+- `_get_variable_index`, `_momentums`, `_velocities`: Adam's slots of a variable, for its kernel.
+- `_iterations`, `_var_key`: a rule sees the updates that one variable had.
+- `_variables`, `_tracker`, `Tracker`, `_trainable_variables_indices`, `_non_append_mutation`: an
+  optimizer is built again for more variables, and keeps the slots that it has.
+
+Layers, losses and metrics:
+
+- `_flatten_layers`: all layers; `model.layers` has the outermost.
+- `_dtype_policy`: the public setter quantizes, and writes into a map that layers share.
+- `_dtype`: to what an input is cast before the first layer.
+- `autocast_scope`: whether the layer that is being called casts its variables.
+- `_keras_mask`: the mask of a tensor, which losses and metrics read.
+- `_loss_ids`, `_losses`: which layer added an entry of `model.losses`.
+- `_compile_loss`: the means that a compiled model's own `compute_loss` updates.
+- `_fn_kwargs`: the axis of a loss whose configuration leaves it out.
+- `_built`: whether a metric has made its variables.
+- `_compute_moments`: its second derivatives are wrong.
+
+Graphs and random numbers:
+
+- `_list_all_concrete_functions`, `_get_function`: a function's traces, and its callees' graphs.
+- `kernels`: what XLA can compile.
+- `_seed`, `_rng`, `tf_context`, `keras_globals`, `GLOBAL_RANDOM_SEED`, `GLOBAL_SEED_GENERATOR`: the
+  state of the global generators, which a trainer leaves as it found it.
 
 The tests of this file fail if one changes. Everything else in this project uses public APIs.
 """
@@ -17,7 +49,6 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_globals
 from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from keras.src.utils.tracking import Tracker
@@ -150,11 +181,10 @@ def atomic_update_count(optimizer: keras.optimizers.Optimizer) -> Iterator[None]
 def inner_optimizer(
     optimizer: keras.optimizers.MultiOptimizer, variable: keras.Variable | tf.Variable
 ) -> keras.optimizers.Optimizer:
-    """Returns the inner optimizer that updates a variable, after `build`.
-
-    `optimizers` is public; which variable belongs to which of them is not.
-    """
-    return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
+    """Returns the inner optimizer that updates a variable, after `build`."""
+    return next(
+        each for each in optimizer.optimizers if any(variable is own for own in built_for(each))
+    )
 
 
 def learning_rate_setting(optimizer: keras.optimizers.Optimizer) -> Any:
@@ -579,12 +609,6 @@ def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[
 HALF = ("float16", "bfloat16")
 
 
-def functional_part(layer: keras.Layer) -> Functional | None:
-    """Returns a functional model, or the one inside a built `Sequential`; None for other layers."""
-    found = layer._functional if isinstance(layer, keras.Sequential) else layer
-    return found if isinstance(found, Functional) else None
-
-
 def inputs_in_half(layer: keras.Layer) -> list[Any]:
     """Returns the inputs that a functional model casts to half precision, as `KerasTensor`s.
 
@@ -592,8 +616,9 @@ def inputs_in_half(layer: keras.Layer) -> list[Any]:
     without an `Input`, and in that of the layer before for a model that begins at a hidden layer.
     Other layers have none.
     """
-    model = functional_part(layer)
-    return [tensor for tensor in model.inputs if tensor.dtype in HALF] if model else []
+    inputs = getattr(layer, "inputs", None) if isinstance(layer, keras.Model) else None
+    declared = [each for each in inputs or [] if isinstance(each, keras.KerasTensor)]
+    return [tensor for tensor in declared if tensor.dtype in HALF]
 
 
 def half_declared(layer: keras.Layer) -> list[Any]:
@@ -626,7 +651,7 @@ def normalization_constants(layer: keras.layers.Normalization, policy: str) -> d
         if mean is None:
             mean, variance = layer.adapt_mean.numpy(), layer.adapt_variance.numpy()
         twin = keras.layers.Normalization(layer.axis, mean, variance, dtype=policy)
-        twin.build(layer._build_input_shape)
+        twin.build_from_config(layer.get_build_config())
     return {"mean": twin.mean, "variance": twin.variance}
 
 

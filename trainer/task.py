@@ -10,8 +10,7 @@ from trainer.base.argument_checks import as_python
 from trainer.base.autograph import call_user, without_autograph
 from trainer.callbacks.callback import check_hooks
 from trainer.config.resolve import resolve_loss
-from trainer.losses.class_weights import check_class_weight, class_factors
-from trainer.losses.default_batch import check_inputs, check_real, misfit, unpack
+from trainer.losses.default_batch import check_class_weight, class_factors, unpack
 from trainer.losses.loss_fn import (
     example_losses,
     example_weights,
@@ -21,24 +20,24 @@ from trainer.losses.loss_fn import (
     takes_one_output,
     weights_elements,
 )
-from trainer.losses.metric_shapes import check_metric_shapes, check_outputs, weights_for
-from trainer.losses.metric_shares import update_share
+from trainer.losses.metric_updates import check_outputs, update_share, weights_for
 from trainer.losses.metrics import check_metrics, make_metrics
-from trainer.losses.output_losses import (
-    OutputLosses,
-    check_loss_weights,
-    only_one,
-    with_output_names,
-)
 from trainer.losses.output_mask import (
-    check_mask_in_training,
     check_mask_is_known,
     mask_of_outputs,
     masked,
     warn_of_lost_mask,
 )
-from trainer.losses.output_metrics import entries_by_name, update_by_output
+from trainer.losses.outputs import (
+    OutputLosses,
+    check_loss_weights,
+    entries_by_name,
+    only_one,
+    update_by_output,
+    with_output_names,
+)
 from trainer.losses.settings import Losses
+from trainer.losses.shapes import check_metric_shapes
 from trainer.losses.value_checks import LabelRange, label_ranges
 from trainer.step.checks import check_own_steps
 from trainer.step.gather import all_gather, own_rows
@@ -166,11 +165,6 @@ class Task:
             check_own_steps(self.model, ("compute_loss", own_step), "compute_loss")
         loss_fn = self._loss
         x, y, sample_weight = self._unpack(batch)
-        if takes_one_output(loss_fn):
-            check_real("labels", y, self.data_argument)
-        check_real("weights", sample_weight, self.data_argument)
-        if training:  # calls the model, which then forgets what layers have added in other calls
-            check_mask_in_training(self.model, x)
         outputs = self._call_model(x, training)
         check_mask_is_known(self.model, outputs)
         compared = self._compared(outputs)
@@ -389,16 +383,9 @@ class Task:
         return self._call_model(batch[0] if isinstance(batch, tuple) else batch, training=False)
 
     def _call_model(self, x: Batch, training: bool) -> Aux:
-        check_inputs(self.model, x, self.data_argument)
         named = {"training": training} if isinstance(self.model, keras.Layer) else {}
         self._inputs = widened(self._inputs, tf.nest.map_structure(spec_of_any_size, x))
-        try:
-            return call_user(self.model, x, **named)
-        except Exception as error:
-            found = misfit(error, x, self.data_argument)
-            if found is error:
-                raise
-            raise found from error
+        return call_user(self.model, x, **named)
 
 
 def spec_of_any_size(tensor: Any) -> tf.TypeSpec:

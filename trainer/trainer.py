@@ -69,7 +69,7 @@ from trainer.evaluation.eval_data import (
     read_eval_data,
     result_names,
 )
-from trainer.evaluation.export import check_export, export, warn_of_kept_models
+from trainer.evaluation.export import check_export, export
 from trainer.fingerprint import texts_of_arrays
 from trainer.log.console import RunConsole, resolve_style
 from trainer.log.history import History
@@ -77,8 +77,7 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS, Totals, TrainSummary
 from trainer.log.tracker_services import make_tracker
 from trainer.log.trackers import Trackers
-from trainer.losses.default_batch import all_inputs
-from trainer.losses.half_probabilities import warn_of_half_probabilities
+from trainer.losses.default_batch import all_inputs, warn_of_half_probabilities
 from trainer.losses.settings import Losses
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_computation, check_setting, rerun_step
@@ -731,8 +730,6 @@ class Trainer(Task):
         were not compared with those of the run.
         """
         loop.introduce()
-        if self.checkpoints.keep_best:
-            warn_of_kept_models(self.model)
         while self.when_training_begins:
             self.when_training_begins.pop(0)()
         self._introduced = True
@@ -1142,7 +1139,7 @@ class Trainer(Task):
                 model; or if the predictions differ by more than 32 times the machine epsilon.
         """
         self._check_started("export")
-        check_export(self.model, path, precision)
+        check_export(path, precision)
         with self._weights(averaged), random_numbers_kept():
             return export(self.model, local_path(path), precision, compare_on, self._inputs)
 

@@ -65,6 +65,9 @@ def refused(kind, loss, **arguments):
         arguments=arguments,
         kind=kind,
         verdict=RIGHT if arguments else REFUSED,
+        because="refused with an axis that includes the examples"
+        if arguments
+        else "it compares the examples of a batch with each other",
         refuse=lambda: Trainer(model=lambda: None, optimizer="sgd", loss_fn=loss()),
     )
 

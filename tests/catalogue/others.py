@@ -145,10 +145,12 @@ OPTIMIZERS = {
     "Optimizer": Row(make=OwnOptimizer),
     "LossScaleOptimizer": Row(
         verdict=REFUSED,
+        because="the step scales the loss itself",
         refuse=lambda: plan_with(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
     ),
     "MultiOptimizer": Row(
         make=several_optimizers,
+        because="refused if it makes its optimizers when it is built",
         refuse=lambda: plan_with(keras.optimizers.MultiOptimizer(keras.optimizers.SGD)),
     ),
     "OptimizerMap": Row(verdict=NOT_TRAINED, because="what `MultiOptimizer` is made of"),

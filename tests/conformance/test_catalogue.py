@@ -91,9 +91,7 @@ def test_every_configuration_is_some_layers():
 
 
 def test_the_page_says_what_the_rows_say(request):
-    """docs/catalogue.md is what the rows generate; `--regenerate` writes it. It quotes the errors of
-    what is refused.
-    """
+    """docs/catalogue.md is what the rows generate; `--regenerate` writes it."""
     if request.config.getoption("--regenerate"):
         page.PATH.write_text(page.page())
 

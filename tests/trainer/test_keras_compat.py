@@ -1,5 +1,9 @@
 """The private names of Keras that the library uses: a test fails if Keras changes one."""
 
+import ast
+import inspect
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -32,6 +36,27 @@ from trainer.keras_compat import (
     traced_functions,
     with_keras_mask,
 )
+
+
+def test_each_private_name_has_a_reason():
+    """The list at the top of the file is what the file uses: no name more, and none less."""
+    tree = ast.parse(inspect.getsource(keras_compat))
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    used = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(("keras.src", "tensorflow."))
+        for alias in node.names
+    } - {"keras_nn"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+            used.add(node.attr)
+        elif isinstance(node, ast.Constant) and re.fullmatch("_[a-z_]+", str(node.value)):
+            used.add(node.value)
+    items = re.findall(r"^- ((?:`\w+`,?\s*)+):", keras_compat.__doc__, re.MULTILINE)
+    listed = set(re.findall(r"\w+", " ".join(items)))
+
+    assert listed - {"autocast_scope"} == used - own
 
 
 def test_reduced_gradients_are_not_summed_again(mirrored):

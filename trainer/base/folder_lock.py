@@ -60,17 +60,8 @@ def only_writer(folder: pathlib.Path | None) -> Iterator[None]:
 
 def in_use(folder: pathlib.Path) -> str:
     """Returns the text of the error about a folder that another run holds."""
-    who, remedy = "another process is writing", "Stop that run"
+    who = "another process"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may just be starting
         holder = json.loads((folder / HOLDER).read_text())
-        who = (
-            f"process {holder['pid']} on {holder['host']} has been writing since {holder['since']}"
-        )
-        if (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname()):
-            who = f"another trainer of this process has been writing since {holder['since']}"
-            remedy = "Call save_checkpoint() of that trainer, which ends its train_on_batch calls"
-    return (
-        f"`model_dir` must not be in use by another run; got {str(folder)!r}, to which {who}. Two "
-        f"runs would overwrite each other's checkpoints and logs. {remedy}, or choose another "
-        "model_dir."
-    )
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    return f"`model_dir` must not be in use by another run; got {str(folder)!r}, held by {who}"

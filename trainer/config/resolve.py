@@ -14,7 +14,7 @@ import scaling
 import strategies
 from trainer.base.argument_checks import check_checkpoint_path, local_path
 from trainer.losses.loss_fn import check_loss_fn
-from trainer.losses.output_losses import is_several, resolve_output_losses
+from trainer.losses.outputs import is_several, resolve_output_losses
 
 # A name, a fixed scale, a rule, or None: see `Trainer`.
 LossScaleArgument: TypeAlias = str | float | scaling.LossScaleRule | None

@@ -35,12 +35,10 @@ def compiled_pass(run: Callable[[], Any], strategy: tf.distribute.Strategy) -> A
     sized = operations_sized_by_values(program)
     if not (found or sized):
         return program()
-    logging.warning(
-        "%s. So TensorFlow computes an evaluation or prediction in the training precision without "
-        "XLA, which may be slow.",
-        f"XLA cannot compile {listed_operations(found)}"
+    why = (
+        f"it cannot compile {listed_operations(found)}"
         if found
-        else f"XLA may compute wrong numbers behind {listed_operations(sized)}, as the sizes of "
-        "these results depend on values",
+        else f"it may compute wrong numbers behind {listed_operations(sized)}, sized by values"
     )
+    logging.warning("This evaluation or prediction runs without XLA, as %s.", why)
     return run()

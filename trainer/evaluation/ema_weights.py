@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from scaling.base.argument_checks import shown
 from trainer.keras_compat import assign_averages, built_for
 from trainer.step.objective import average_weights
 from trainer.step.plan import StepPlan
@@ -51,27 +50,14 @@ def evaluated_weights(
         beside_train: whether another thread takes steps meanwhile.
 
     Raises:
-        TypeError: if `averaged` is neither a bool nor None.
         ValueError: if `averaged` is True and the run keeps no averages.
         RuntimeError: if the averages would be used while another thread takes steps.
     """
-    if averaged is not None and not isinstance(averaged, bool):
-        raise TypeError(
-            f"`averaged` must be True, False or None; got {shown(averaged)}. This argument selects "
-            "the moving average of the weights. Pass None to use the average if the run keeps one."
-        )
     if averaged and not keeps_average(plan):
-        raise ValueError(
-            "`averaged` must be None or False if the run keeps no average of the weights; got "
-            "True. There is no average to use. Train with ema_momentum=, or leave averaged= out."
-        )
+        raise ValueError("`averaged` must be None or False, as the run keeps no average of weights")
     use = keeps_average(plan) if averaged is None else averaged
     if use and beside_train:
-        raise RuntimeError(
-            "`averaged` must be False in another thread while train() runs; got "
-            f"{averaged!r}. The average is put into the model for the evaluation, and putting the "
-            "weights back would undo the steps taken meanwhile. Pass averaged=False, or evaluate "
-            "in an action or a hook."
-        )
+        # Restoring the weights would undo the steps taken meanwhile.
+        raise RuntimeError("`averaged` must be False in another thread while train() runs")
     with averaged_weights(plan) if use else contextlib.nullcontext():
         yield

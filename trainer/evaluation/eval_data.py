@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_bool, check_count
 from trainer.data.batches import Batches, are_arrays, batches, check_ends, needs_batch_size
 
@@ -44,8 +43,7 @@ def read_eval_data(
         whole: as for `batches`.
 
     Raises:
-        TypeError, ValueError: if the limit is not a count, if a name is not a non-empty string, or
-            if a data set cannot be used.
+        TypeError, ValueError: if the limit is not a count, or if a data set cannot be used.
     """
     name, steps = limit or ("", None)
     if steps is not None:
@@ -53,7 +51,6 @@ def read_eval_data(
     named = data if is_named(data, like) else {"": data}
     found = {}
     for key, one in named.items():
-        check_name(key, argument, single=named is not data)
         where = f"{argument}[{key!r}]" if named is data else argument
         # The batch size of training data is for arrays alone; one that a user passed is checked.
         strict = named is not data and like is None
@@ -91,16 +88,6 @@ def is_named(data: Any, like: Any = None) -> bool:
         return False
     kinds = (tuple,) if like is None else (tuple, Mapping)
     return all(isinstance(one, kinds) for one in data.values())
-
-
-def check_name(name: object, argument: str, *, single: bool) -> None:
-    """Raises TypeError unless the name of a data set is a string that is not empty."""
-    if not single and not (isinstance(name, str) and name):
-        raise TypeError(
-            f"`{argument}` must have names that are strings; got {shown(name)}. A result is named "
-            "after "
-            'its data set, as in "clean/loss". Pass {"clean": clean, "noisy": noisy}, for example.'
-        )
 
 
 def evaluate_each(
@@ -156,10 +143,7 @@ def check_schedule(
 def check_any_data(name: str, value: object, default: object, eval_data: Any) -> None:
     """Raises ValueError, naming the argument, if there is no data to evaluate on."""
     if eval_data is None:
-        raise ValueError(
-            f"`{name}` must be {default} without `eval_data`; got {value}. There is nothing to "
-            "evaluate on. Pass eval_data= as well."
-        )
+        raise ValueError(f"`{name}` must be {default} without `eval_data`; got {value}")
 
 
 def first_batch(data: EvalData) -> Any:

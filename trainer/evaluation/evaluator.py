@@ -12,10 +12,8 @@ import keras
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user, without_autograph
 from trainer.evaluation.compiled_pass import compiled_pass
-from trainer.evaluation.in_float32 import in_float32
 from trainer.evaluation.no_writes import (
     keys_of,
     next_source,
@@ -24,7 +22,7 @@ from trainer.evaluation.no_writes import (
     without_writes,
 )
 from trainer.evaluation.prediction import joined, predict_batch
-from trainer.keras_compat import differentiable_moments
+from trainer.keras_compat import computing_in_float32, differentiable_moments
 from trainer.losses.metrics import numbers_of
 from trainer.step.accumulate import real_examples
 from trainer.step.checks import check_weights
@@ -150,11 +148,13 @@ class Evaluator:
         if strategies.any_worker(bool(left), self._strategy):
             if stopped:
                 return None
-            raise unequal_lengths(argument, left=bool(left))
-        if not (weight or self._source[1] or stopped):  # a mean of nothing would be 0, the best
-            raise nothing_to_read(argument)
-        if not weight and not stopped:
-            raise no_weight(argument)
+            found = "this worker" if left else "another worker"
+            raise UnequalLengthsError(
+                f"`{argument}` must be the same on every worker; got batches left on {found}"
+            )
+        if not (weight or stopped):  # a mean of nothing would be 0, the best
+            what = "an example whose weight is not 0" if self._source[1] else "data for each pass"
+            raise ValueError(f"`{argument}` must hold {what}")
         metrics = numbers_of(self._task.metrics)
         return {"loss": float(total / weight), **metrics}
 
@@ -227,14 +227,8 @@ class Evaluator:
 
     def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager under which a Keras model is traced in `precision`."""
-        if precision not in PRECISIONS:
-            raise ValueError(
-                f'`precision` must be "float32" or "train"; got {shown(precision)}. Evaluation and '
-                'prediction compute in float32 or in the training precision. Pass "float32" or '
-                '"train".'
-            )
         if precision == "float32" and self._is_keras:
-            return in_float32(self._task.model)
+            return computing_in_float32(self._task.model)
         return contextlib.nullcontext()
 
 
@@ -288,36 +282,6 @@ def evaluate_all(
 
 class UnequalLengthsError(ValueError):
     """Raised by all workers together, after an evaluation that ended earlier for some of them."""
-
-
-def unequal_lengths(argument: str, *, left: bool) -> UnequalLengthsError:
-    """Returns the error for evaluation data that ends earlier on some workers.
-
-    Args:
-        argument: the argument that the data were passed as.
-        left: whether this worker has batches left.
-    """
-    found = "this worker has batches left" if left else "another worker has batches left"
-    return UnequalLengthsError(
-        f"`{argument}` must be the same on every worker; got data of different lengths: {found}. "
-        "Each replica takes its own share of every batch. Do not divide the data between workers."
-    )
-
-
-def nothing_to_read(argument: str) -> ValueError:
-    """Returns the error for evaluation data whose first batch was there, but nothing after it."""
-    return ValueError(
-        f"`{argument}` must be data that can be read again; got a source that is used up. Every "
-        "evaluation reads it from the beginning. Pass arrays, or a dataset that opens its source "
-        "anew in each pass."
-    )
-
-
-def no_weight(argument: str) -> ValueError:
-    """Returns the error for evaluation data whose weights are all 0."""
-    return ValueError(
-        f"`{argument}` must have an example whose weight is not 0; check its weights or mask"
-    )
 
 
 def replica_evaluate(

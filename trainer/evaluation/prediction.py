@@ -74,11 +74,8 @@ def gathered_from_workers(strategy: tf.distribute.Strategy, shares: Any, part: A
     """
     sent = SENT_AS.get(part.dtype, part.dtype)
     if not isinstance(part, tf.Tensor) or sent not in SENT:
-        kind = part.dtype.name if isinstance(part, tf.Tensor) else type(part).__name__
         raise TypeError(
-            "`predict_batch` must return dense tensors of numbers or bools with several workers; "
-            f"got {kind}. Workers cannot exchange others. Return padded tensors or numbers, or "
-            "predict in a single process."
+            f"`predict_batch` must return dense numbers or bools with several workers; got {part}"
         )
     if sent != part.dtype:
         shares = strategy.run(tf.cast, args=(shares, sent))
@@ -91,11 +88,7 @@ def check_inner_shapes(parts: Sequence[tf.Tensor]) -> list[tf.Operation]:
         return []
     inner = [tf.shape(part)[1:] for part in parts]
     same = tf.reduce_all([tf.reduce_all(each == inner[0]) for each in inner[1:]])
-    message = (
-        "`predict_batch` must return rows of one shape on all replicas, because they are joined "
-        "into one array. Pad to one length, as with output_sequence_length= of TextVectorization, "
-        "or return a tf.RaggedTensor. The rows have the shapes"
-    )
+    message = "`predict_batch` must return rows of one shape on all replicas; got"
     return [tf.debugging.Assert(same, [message, *inner])]
 
 
@@ -107,21 +100,9 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def joined(*parts: Any) -> Any:
-    """Returns the rows of the outputs for all batches: an array, or a ragged or sparse tensor.
-
-    Raises:
-        ValueError: if the rows of different batches have different shapes.
-    """
+    """Returns the rows of the outputs for all batches: an array, or a ragged or sparse tensor."""
     if isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor):
         return concatenated(parts)
-    other = next((part for part in parts if part.shape[1:] != parts[0].shape[1:]), None)
-    if other is not None:
-        raise ValueError(
-            "`predict_batch` must return rows of one shape for all batches; got shapes "
-            f"{tuple(parts[0].shape)} and {tuple(other.shape)}. They are joined into one array. "
-            "Pad the batches to one length, return a tf.RaggedTensor, or call predict for each "
-            "batch."
-        )
     return np.concatenate(parts)
 
 
@@ -144,9 +125,6 @@ def replica_predict(
 
 
 WRONG_ROWS = "`predict_batch` must return tensors with one row per example; got"
-OF_ROWS = (
-    "`predict` joins the rows of all replicas and batches. Return what belongs to each example."
-)
 
 
 def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
@@ -168,8 +146,8 @@ def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
         else:
             if None in (rows, examples):
                 count = count_examples(leaf)
-                message = [WRONG_ROWS, count, "rows for", real, "examples.", OF_ROWS]
+                message = [WRONG_ROWS, count, "rows for", real, "examples"]
                 checks += assert_shapes((count == held) | (count == real), message)
             continue
-        raise ValueError(f"{WRONG_ROWS} {found}. {OF_ROWS}")
+        raise ValueError(f"{WRONG_ROWS} {found}")
     return checks

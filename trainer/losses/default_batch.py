@@ -1,20 +1,24 @@
-"""What the default `compute_loss` and `predict_batch` ask of a batch: its form, dtypes and fit.
+"""What the default `compute_loss` and `predict_batch` ask of a batch, of labels and of a model.
 
 All of it is known while a step is traced, so nothing is checked again for every batch.
 """
 
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from trainer.base.error_origin import raising_package
+from trainer.base.warn_once import warn_once
+from trainer.keras_compat import arguments_of_loss
+from trainer.losses.outputs import is_several
+from trainer.losses.shapes import LABELS_OF_LOSS, described, name_of
 from trainer.step.types import Batch
 
-# Whose errors are about what they were given, and not about themselves.
-LIBRARIES = ("keras", "tensorflow")
+# The smallest distance of a number below 1 from 1, which is all that is left of a logit.
+STEP_BELOW_ONE = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def unpack(batch: Batch, argument: str = "train_data") -> tuple[Batch, Batch, tf.Tensor | None]:
@@ -26,13 +30,9 @@ def unpack(batch: Batch, argument: str = "train_data") -> tuple[Batch, Batch, tf
     """
     if isinstance(batch, tuple) and len(batch) in (2, 3):
         return batch if len(batch) == 3 else (*batch, None)
-    kind = "a single tensor" if tf.is_tensor(batch) else f"a {type(batch).__name__}"
-    if isinstance(batch, tuple):
-        kind = f"a tuple of {len(batch)}"
     raise ValueError(
-        f"`{argument}` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-        f"got {kind}: {described(batch)}. Otherwise inputs and labels cannot be told apart. "
-        "Override compute_loss(batch, training), or map the dataset to tuples."
+        f"`{argument}` must yield (x, y) or (x, y, sample_weight), or compute_loss be overridden; "
+        f"got {described(batch)}"
     )
 
 
@@ -46,139 +46,112 @@ def all_inputs(data: Any, model: Any) -> Any:
     return (tuple(data),) if declared and arrays and 1 < len(data) == len(declared) else data
 
 
-def described(batch: Any) -> str:
-    """Returns the dtypes and shapes of a batch as text.
-
-    Example:
-        >>> described((tf.ones([4, 1]), {"ids": tf.ones([4], tf.int32)}))
-        "(float32 (4, 1), {'ids': int32 (4,)})"
-    """
-    if isinstance(batch, dict):
-        return "{" + ", ".join(f"{key!r}: {described(batch[key])}" for key in batch) + "}"
-    if isinstance(batch, tuple | list):
-        return "(" + ", ".join(map(described, batch)) + ")"
-    if getattr(batch, "dtype", None) is None:
-        return str(batch)
-    shape = batch.shape
-    return f"{tf.as_dtype(batch.dtype).name} {tuple(shape) if shape.rank is not None else shape}"
-
-
-def check_real(name: str, part: Any, argument: str) -> None:
-    """Raises TypeError if labels or weights are text or complex numbers.
-
-    Keras would drop the imaginary part without a word, and fail on text in the middle of a step.
+def check_class_weight(
+    class_weight: object, loss_fn: object, reduction: str, *, overridden: bool
+) -> None:
+    """Raises ValueError unless `class_weight` is None or can be used.
 
     Args:
-        name: "labels" or "weights", for the error.
-        part: the labels or weights: a tensor, or a structure of tensors.
-        argument: name of the user's argument.
+        class_weight: the argument of `Trainer`.
+        loss_fn: the argument of `Trainer`, or None.
+        reduction: must be "mean".
+        overridden: whether a subclass overrides `compute_loss`.
     """
-    for leaf in tf.nest.flatten(part):
-        dtype = getattr(leaf, "dtype", tf.float32)
-        if not is_real(dtype):
-            raise TypeError(
-                f"`{argument}` must have {name} that are real numbers for a loss of Keras; got "
-                f"{described(leaf)}. Keras would cast them to float32. Convert them to numbers "
-                "where the data is made, or pass a function of your own as loss_fn."
-            )
-
-
-def is_real(dtype: Any) -> bool:
-    """Returns whether a dtype is one of real numbers or bools."""
-    dtype = tf.as_dtype(dtype)
-    return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
-
-
-def check_inputs(model: Any, x: Batch, argument: str) -> None:
-    """Raises TypeError or ValueError for inputs on which Keras's own error would not help.
-
-    That is text or complex numbers where a model has inputs of real numbers: Keras casts what it is
-    given to the dtype of the input. Of complex numbers it would drop the imaginary part without a
-    word, and text fails in the middle of a step. So does a ragged last dimension where the model
-    has one of a fixed size. A single tensor for a model of several inputs is the first of a tuple
-    of inputs, of which the others would be labels and weights.
-
-    Args:
-        model: the model; only one with declared inputs is checked.
-        x: what it is called with.
-        argument: name of the user's argument.
-    """
-    declared = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
-    leaves = tf.nest.flatten(x)
-    if declared and len(declared) > 1 and tf.is_tensor(x):
-        raise ValueError(
-            f"`{argument}` must hold all {len(declared)} inputs of the model in the first item of "
-            f"a tuple; got {described(x)}. The other items are labels and weights. Pass "
-            "((x1, x2), y) to train and evaluate, and ((x1, x2),) to predict."
-        )
-    if not declared or not all(is_real(each.dtype) for each in declared):
+    if class_weight is None:
         return
-    for leaf in leaves:
-        if hasattr(leaf, "dtype") and not is_real(leaf.dtype):
-            raise TypeError(
-                f"`{argument}` must hold real numbers for a model with inputs of real numbers; got "
-                f"{described(leaf)}. Keras would cast them to {declared[0].dtype}. Convert them to "
-                "numbers where the data is made, or give keras.Input the dtype of the data."
+    for label, weight in cast("Mapping[int, float]", class_weight).items():
+        if label < 0 or not math.isfinite(weight):
+            raise ValueError(
+                f"`class_weight` must map classes to finite weights; got {label!r}: {weight!r}"
             )
-    for leaf, each in pairs_of(x, model):
-        if isinstance(leaf, tf.RaggedTensor) and has_fixed_end(each) and leaf.shape[-1] is None:
-            raise TypeError(
-                f"`{argument}` must have a last dimension of a fixed size for this model; got "
-                f"{described(leaf)}, which is ragged there, for an input of shape {each.shape}. "
-                "Its products need rows of one size. Pad the data with to_tensor(), or make the "
-                "last dimension of keras.Input None."
-            )
+    if overridden or loss_fn is None or is_several(loss_fn) or reduction != "mean":
+        raise ValueError("`class_weight` must be None unless one loss_fn compares one output")
+    if getattr(loss_fn, "reduction", None) == "mean_with_sample_weight":
+        # `fit` divides by the sum of the weights then, which is not known before the forward pass.
+        raise ValueError("`class_weight` must be None with reduction='mean_with_sample_weight'")
 
 
-def pairs_of(x: Any, model: keras.Model) -> Iterable[tuple[Any, Any]]:
-    """Returns inputs with the declared inputs that they are for; in a dict, by their names."""
-    declared = getattr(model, "input", None)  # a Sequential may have none until it is called
-    if not isinstance(x, Mapping):
-        return zip(tf.nest.flatten(x), model.inputs, strict=False)
-    named = (
-        declared if isinstance(declared, Mapping) else {each.name: each for each in model.inputs}
-    )
-    return [(x[name], named[name]) for name in x if name in named]
+def class_factors(y: tf.Tensor, class_weight: Mapping[int, float], loss_fn: Any) -> tf.Tensor:
+    """Returns the weight of each example's class: shape (examples,), float32.
 
-
-def has_fixed_end(declared: Any) -> bool:
-    """Returns whether the last dimension of a model's input has a known size."""
-    return len(declared.shape) > 1 and declared.shape[-1] is not None
-
-
-def misfit(error: Exception, x: Batch, argument: str) -> Exception:
-    """Returns the error for inputs that a model cannot take; an error of the user's code as it is.
+    As in Keras, labels are rounded, and classes that are not named weigh 1.
 
     Args:
-        error: what the model has raised when it was called.
-        x: what it was called with.
-        argument: name of the user's argument.
-    """
-    if not from_library(error):
-        return error
-    kind = TypeError if isinstance(error, TypeError) else ValueError
-    return kind(
-        f"`{argument}` must fit the model; got inputs {described(x)}. The model raised "
-        f"{type(error).__name__}: {reason_in(str(error))}. Compare them with what "
-        "the model's first layer takes; calling the model on one batch shows where it fails."
-    )
+        y: labels of shape (examples,) or (examples, 1); with a categorical loss also one-hot, of
+            shape (examples, classes).
+        class_weight: weights by class.
+        loss_fn: the loss.
 
-
-def from_library(error: Exception) -> bool:
-    """Returns whether an error of a plain kind was raised by a line of Keras or TensorFlow."""
-    if type(error) not in {TypeError, ValueError, tf.errors.InvalidArgumentError}:
-        return False
-    return raising_package(error) in LIBRARIES
-
-
-def reason_in(message: str) -> str:
-    r"""Returns the sentence of Keras's message that says what is wrong.
+    Raises:
+        ValueError: if an example has several labels.
 
     Example:
-        >>> reason_in("Exception encountered when calling A.call().\n\n\x1b[1mBad.\x1b[0m\n")
-        'Bad'
+        >>> class_factors(tf.constant([0, 1, 2]), {1: 5.0}, None).numpy()
+        array([1., 5., 1.], dtype=float32)
     """
-    bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", message, re.DOTALL)
-    text = bold[1] if bold else message
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else "no message").rstrip(".:")
+    one_hot = y.shape.rank == 2 and y.shape[-1] != 1
+    if (one_hot and not name_of(loss_fn).lower().startswith("categorical")) or y.shape.rank > 2:
+        raise ValueError(
+            f"`class_weight` must be used with one label per example; got shape {y.shape}"
+        )
+    labels = tf.argmax(y, axis=-1) if one_hot else tf.reshape(y, [-1])
+    labels = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int32)
+    table = np.ones([max(class_weight) + 1], np.float32)
+    for label, weight in class_weight.items():
+        table[label] = weight
+    inside = (labels >= 0) & (labels < len(table))
+    return tf.where(inside, tf.gather(table, tf.where(inside, labels, 0)), 1.0)
+
+
+def warn_of_half_probabilities(model: Any, loss_fn: Any) -> None:
+    """Warns if a model's last layer computes a sigmoid or a softmax in half precision.
+
+    A probability near 1 is rounded to 1 there. The loss is then as large as Keras's clipping
+    allows, its gradient is 0, and an evaluation in float32 does not show it. Casting the
+    probabilities afterwards does not bring the logits back.
+
+    Args:
+        model: the model. Only a Sequential or functional model tells its last layer.
+        loss_fn: the loss, or an `OutputLosses`.
+    """
+    losses = getattr(loss_fn, "losses", None)
+    all_losses = losses.values() if isinstance(losses, Mapping) else [loss_fn]
+    if not any(takes_probabilities(each) for each in all_losses):
+        return
+    for layer in last_layers(model):
+        step = STEP_BELOW_ONE.get(layer.compute_dtype)
+        if step is None or not makes_probabilities(layer):
+            continue
+        warn_once(
+            f"The layer {layer.name!r} computes probabilities in {layer.compute_dtype}: those "
+            f"within {step:.2g} of 1 are rounded, and at 1 the loss has no gradient. Give it "
+            'dtype="float32", or use from_logits=True.'
+        )
+
+
+def takes_probabilities(loss: Any) -> bool:
+    """Returns whether a loss is one of Keras's cross-entropies, and expects probabilities."""
+    if name_of(loss) not in LABELS_OF_LOSS:
+        return False
+    known = getattr(keras.losses, name_of(loss))
+    from_logits = arguments_of_loss(loss).get("from_logits", False)
+    return loss is known or (type(loss) is known and not from_logits)
+
+
+def last_layers(model: Any) -> list[keras.Layer]:
+    """Returns the layers whose outputs are the outputs of a Sequential or functional model."""
+    if isinstance(model, keras.Sequential):
+        return list(model.layers[-1:])
+    try:
+        outputs = {id(output) for output in model.outputs}
+        return [layer for layer in model.layers if id(layer.output) in outputs]
+    except AttributeError:  # not a functional model, or a layer with several outputs
+        return []
+
+
+def makes_probabilities(layer: keras.Layer) -> bool:
+    """Returns whether a layer ends in a sigmoid or a softmax."""
+    if isinstance(layer, keras.layers.Softmax):
+        return True
+    activation = getattr(layer, "activation", None)
+    return activation in (keras.activations.sigmoid, keras.activations.softmax)

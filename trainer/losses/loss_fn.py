@@ -16,16 +16,14 @@ from scaling.ops.gradients import at_least_float32
 from trainer.base.autograph import call_user
 from trainer.base.warn_once import warn_once
 from trainer.keras_compat import arguments_of_loss, keras_mask
-from trainer.losses.loss_shapes import keras_loss, name_of
+from trainer.losses.shapes import keras_loss, name_of
 from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 
 LossFunction: TypeAlias = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
 
+# A replica or microbatch sees only its share, so another loss would depend on the division.
 PER_EXAMPLE = "`loss_fn` must give each example its own loss; got"
-COUPLED = (
-    "A replica or microbatch sees only its share of the batch, so the result would depend on how "
-    "the batch is divided."
-)
+GLOBAL = 'Pass Losses(reduction="global").'
 
 
 def check_loss_fn(loss_fn: LossFunction, reduction: str = "mean") -> None:
@@ -41,10 +39,7 @@ def check_loss_fn(loss_fn: LossFunction, reduction: str = "mean") -> None:
         return
     name = name_of(loss_fn)
     if isinstance(loss_fn, keras.losses.Circle) or loss_fn is keras.losses.circle:
-        raise ValueError(
-            f"{PER_EXAMPLE} {name}, which compares the examples of a batch with each other. "
-            f'{COUPLED} Pass Losses(reduction="global"): the loss of the whole batch.'
-        )
+        raise ValueError(f"{PER_EXAMPLE} {name}, which compares examples. {GLOBAL}")
     check_axis(loss_fn)
     if isinstance(loss_fn, keras.losses.Loss):
         check_reduction(loss_fn)
@@ -65,32 +60,22 @@ def check_axis(loss_fn: LossFunction, rank: int | None = None) -> None:
     axes = [] if axis is None else list(np.ravel(axis))
     if (is_overlap and axis is None) or any(each in (0, -(rank or 0)) for each in axes):
         raise ValueError(
-            f"{PER_EXAMPLE} {name_of(loss_fn)} with axis={axis!r}, which includes the examples. "
-            f"{COUPLED} Pass a loss with the other dimensions as its axis, for example "
-            'keras.losses.Dice(axis=(1, 2, 3)) for images; or Losses(reduction="global"), which '
-            "computes the loss on the whole batch."
+            f"{PER_EXAMPLE} {name_of(loss_fn)} with axis={axis!r}, which includes the examples"
         )
 
 
 def check_reduction(loss: keras.losses.Loss) -> None:
     """Raises ValueError for a reduction that is not a mean; warns about no reduction."""
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        raise ValueError(
-            f"`loss_fn` must not override __call__; got {name_of(loss)}. The trainer takes the "
-            "mean over the global batch itself and uses only the loss's call(). Move the "
-            "computation to call(y_true, y_pred), or pass a function."
-        )
+        raise ValueError(f"`loss_fn` must override call, not __call__; got {name_of(loss)}")
     if loss.reduction == "sum":
         raise ValueError(
-            f"`loss_fn` must have a mean as its reduction; got {name_of(loss)} with "
-            "reduction='sum'. A sum would grow with the number of examples, and the trainer takes "
-            "the weighted mean over the global batch. Leave out reduction=, and multiply the "
-            "learning rate by the batch size if you rely on the sum."
+            f"`loss_fn` must have a mean as its reduction; got {name_of(loss)} with 'sum'"
         )
     if loss.reduction in (None, "none"):
         warn_once(
-            f"loss_fn={name_of(loss)} has reduction=None: the trainer takes the mean over the "
-            "global batch. Keras's fit shows the mean too, but differentiates the sum."
+            f"loss_fn={name_of(loss)} has reduction=None: the trainer takes the mean, where fit of "
+            "Keras differentiates the sum."
         )
 
 
@@ -116,8 +101,7 @@ def example_losses(
         The losses: shape (examples,); float32, unless a function returns another dtype.
 
     Raises:
-        ValueError: if there is no loss per example, the model has several outputs, or the shapes
-            do not match.
+        ValueError: if there is no loss per example, or the model has several outputs.
     """
     if takes_one_output(loss_fn):
         check_single_output(loss_fn, outputs)
@@ -128,24 +112,12 @@ def example_losses(
     elements = element_losses(loss_fn, y, predictions)
     weights = element_weights(loss_fn, y, sample_weight, mask)
     rank = elements.shape.rank
-    if mask is not None and mask.shape.rank > rank:
-        raise ValueError(
-            f"`loss_fn` must return one loss for each element of the Keras mask; got losses of "
-            f"shape {elements.shape}, and the model's outputs have a mask of shape {mask.shape}. "
-            "The mask says which elements count, and their losses are already averaged. Return "
-            "losses of the mask's shape, or remove the mask before the dimensions that it masks "
-            "are averaged."
-        )
     if weights is None or weights.shape.rank == 1:
         return elements if rank == 1 else tf.reduce_mean(elements, axis=list(range(1, rank)))
     if weights.shape.rank > rank:
         raise ValueError(
-            f"`sample_weight` must have no more dimensions than the losses; got shape "
-            f"{weights.shape} for losses of shape {elements.shape} from {name_of(loss_fn)}. What "
-            "is already averaged cannot be weighted. For weights of single labels, pass a function "
-            "that returns one loss for each, such as loss_fn=lambda y, p: "
-            "keras.losses.binary_crossentropy(y[..., None], p[..., None]); for several outputs, "
-            "return losses and weights of one shape from compute_loss and example_weights."
+            f"`loss_fn` must return a loss for each weight and each element of the Keras mask; got "
+            f"losses of shape {elements.shape} for {weights.shape}"
         )
     elements = tf.reduce_mean(elements, axis=list(range(weights.shape.rank, rank)))
     weights = tf.cast(tf.broadcast_to(weights, tf.shape(elements)), elements.dtype)
@@ -178,13 +150,6 @@ def global_loss(
         weights = product(weights, tf.cast(own_mask, tf.float32))
     if weights is None:
         return tf.reduce_mean(elements)
-    if weights.shape.rank > elements.shape.rank:
-        raise ValueError(
-            f"`loss_fn` must return one loss for each weight; got losses of shape {elements.shape} "
-            f"from {name_of(loss_fn)}, and weights of shape {weights.shape}. What is already "
-            "averaged cannot be weighted. Leave out the weights, or override compute_loss and use "
-            "them there."
-        )
     elements = tf.reduce_mean(elements, axis=list(range(weights.shape.rank, elements.shape.rank)))
     weights = tf.broadcast_to(weights, tf.shape(elements))
     total = tf.reduce_sum(tf.math.multiply_no_nan(elements, weights))
@@ -222,12 +187,6 @@ def element_weights(
     Returns:
         The weights: float32, shape (examples, ...), without trailing dimensions of size 1.
     """
-    if sample_weight is not None and not hasattr(sample_weight, "shape"):
-        raise ValueError(
-            f"`sample_weight` must be one tensor; got a {type(sample_weight).__name__}. The "
-            "weighted mean has a single denominator. Override compute_loss and example_weights to "
-            "weight several losses."
-        )
     ignored = ignore_class_of(loss_fn)
     weights = None
     if sample_weight is not None:
@@ -267,18 +226,11 @@ def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor
     losses, mask = losses_and_mask(loss_fn, y, predictions)
     if losses.shape.rank in (0, None):
         raise ValueError(
-            f"{PER_EXAMPLE} {name_of(loss_fn)}, which returned shape {losses.shape}. A mean over "
-            "this replica's share would not add up to the mean over the global batch. Leave out "
-            'the mean or sum over the first dimension; or pass Losses(reduction="global") if it '
-            "compares the examples with each other."
+            f"{PER_EXAMPLE} {name_of(loss_fn)}, which returned shape {losses.shape}. {GLOBAL}"
         )
     if mask is not None and ignore_class_of(loss_fn) is None:
-        raise ValueError(
-            f"`loss_fn` must not put a Keras mask on its losses; got {name_of(loss_fn)}. Keras "
-            "divides by the number of losses in the whole batch that are not masked, which a "
-            "replica's share does not tell. Pass keras.losses.SparseCategoricalCrossentropy("
-            "ignore_class=), or weights as the third element of the data, with 0 where masked."
-        )
+        # Keras divides by the number of losses in the whole batch that are not masked.
+        raise ValueError(f"`loss_fn` must put no Keras mask on its losses; got {name_of(loss_fn)}")
     return losses
 
 
@@ -293,9 +245,8 @@ def check_last_dimension(loss_fn: LossFunction, y: Any, predictions: Any) -> Non
     aligns = arguments_of_loss(loss_fn).get("axis") is None and tf.is_tensor(y) and y.shape.rank > 1
     if not aligns:
         raise ValueError(
-            f"{PER_EXAMPLE} {name_of(loss_fn)} and outputs of shape {predictions.shape}. Keras's "
-            "losses reduce the last dimension, which is that of the examples here. Let the model "
-            "return shape (examples, 1), for example by keras.layers.Reshape([1])."
+            f"{PER_EXAMPLE} {name_of(loss_fn)} for outputs of shape {predictions.shape}, not "
+            "(examples, 1)"
         )
 
 
@@ -383,21 +334,17 @@ def check_examples_apart(loss_fn: LossFunction, y: tf.Tensor, predictions: tf.Te
         return
     if not np.allclose(means, own_means, rtol=1e-3, atol=1e-6, equal_nan=True):
         raise ValueError(
-            f"{PER_EXAMPLE} {name_of(loss_fn)}, which pairs every label with every prediction: "
-            f"their shapes are {y.shape} and {predictions.shape}. Broadcasting makes a table of "
-            "all pairs, and its mean is not the loss. Add a dimension to the labels, y[:, None], "
-            "or take the last one from the predictions."
+            f"{PER_EXAMPLE} {name_of(loss_fn)}, which pairs all labels of shape {y.shape} with all "
+            f"outputs of shape {predictions.shape}"
         )
 
 
 def check_single_output(loss_fn: LossFunction, outputs: Any) -> None:
-    """Raises ValueError if a Keras loss would have to be applied to several outputs."""
+    """Raises ValueError if a Keras loss would be applied to several outputs, as if to one."""
     if not tf.is_tensor(outputs):
-        names = sorted(outputs) if isinstance(outputs, dict) else f"{len(outputs)} of them"
         raise ValueError(
             "`loss_fn` must have a loss for each of several outputs; got "
-            f"{name_of(loss_fn)} and the outputs {names}. A Keras loss takes one output. Pass a "
-            "loss for each output, in a dict or a list as in compile, or override compute_loss."
+            f"{name_of(loss_fn)} for {len(tf.nest.flatten(outputs))} of them"
         )
 
 
@@ -413,10 +360,8 @@ def mask_of(loss_fn: LossFunction, outputs: Any) -> tf.Tensor | None:
         mask = keras_mask(output)
         if mask is not None:
             raise ValueError(
-                "`loss_fn` cannot use the Keras mask of one of several outputs; got "
-                f"{name_of(loss_fn)}, and a mask of shape {mask.shape}. A function of all outputs "
-                "cannot tell which of its losses the mask belongs to. Override compute_loss and "
-                "example_weights: return the losses of the elements, and the mask as float32."
+                "`loss_fn` must compare one output if it has a Keras mask; got several for "
+                f"{name_of(loss_fn)}: override compute_loss"
             )
     return None
 

@@ -12,15 +12,15 @@ from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
 from trainer.fingerprint import entries, is_function, text_of
 from trainer.losses.loss_fn import ignore_class_of, product
-from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
-from trainer.losses.metric_shares import replicas_in_sync
-from trainer.losses.output_losses import OutputLosses
-from trainer.losses.output_metrics import (
+from trainer.losses.metric_updates import replicas_in_sync
+from trainer.losses.outputs import (
+    OutputLosses,
     entries_by_name,
     key_of,
     metrics_by_output,
     shape_of_output,
 )
+from trainer.losses.shapes import LABELS_OF_LOSS, name_of
 from trainer.step.types import MetricsByName
 
 # "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
@@ -40,14 +40,10 @@ BY_LABELS = {
     "crossentropy": CROSSENTROPY,
     "ce": CROSSENTROPY,
 }
-FORM = (
-    'Pass names and metrics as in Keras\'s compile, such as ["accuracy"], or a function that '
-    'returns a dict, such as lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.'
-)
 
 
 def check_metrics(metrics: Any, loss_fn: Any) -> None:
-    """Raises TypeError or ValueError unless `metrics` has a form that `make_metrics` accepts.
+    """Raises ValueError for names of metrics that stand for none, or that are not unique.
 
     Args:
         metrics: the argument of `Trainer`; None is no metrics.
@@ -55,42 +51,21 @@ def check_metrics(metrics: Any, loss_fn: Any) -> None:
     """
     if metrics is None or (callable(metrics) and not isinstance(metrics, keras.metrics.Metric)):
         return
-    if not isinstance(metrics, (list, tuple, Mapping)):
-        raise TypeError(
-            "`metrics` must be a list or a dict of metrics, or a function that returns a dict; got "
-            f"{type(metrics).__name__}. Training and evaluation each make their own metrics from "
-            f"it. {FORM}"
-        )
     if isinstance(loss_fn, OutputLosses):
         for key, entry in metrics_by_output(metrics, loss_fn).items():
             check_each(entry, loss_fn.losses.get(key))
-    else:
-        check_each(metrics.values() if isinstance(metrics, Mapping) else metrics, loss_fn)
-        check_names(() if isinstance(metrics, Mapping) else metrics)
+        return
+    check_each(metrics.values() if isinstance(metrics, Mapping) else metrics, loss_fn)
+    names = [] if isinstance(metrics, Mapping) else list(map(key_of, metrics))
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"`metrics` must have a name each; got {shown(repeated[0])} twice")
 
 
 def check_each(metrics: Iterable[Any], loss_fn: Any) -> None:
-    """Raises TypeError or ValueError unless these are names, objects or functions of metrics."""
+    """Raises ValueError for names that stand for no metric."""
     for each in metrics:
         if isinstance(each, str):
             class_named(each, loss_fn)
-        elif not (isinstance(each, keras.metrics.Metric) or is_function(each)):
-            found = getattr(each, "__name__", type(each).__name__)
-            raise TypeError(
-                "`metrics` must hold names and objects of keras.metrics, and functions; got "
-                f"{found}. Anything else cannot be made anew for training and for evaluation. "
-                f"{FORM}"
-            )
-
-
-def check_names(metrics: Iterable[Any]) -> None:
-    """Raises ValueError if two metrics of a list have the same name."""
-    names = [key_of(each) for each in metrics]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"`metrics` must have a name of its own for each metric; got {shown(repeated[0])} "
-            "twice. The log has one number for each name. Pass an object with another name=."
-        )
 
 
 def make_metrics(
@@ -217,12 +192,10 @@ class MeanOf(keras.metrics.MeanMetricWrapper):
         """Returns what the function returns; raises ValueError for one number of several shares."""
         values = tf.convert_to_tensor(call_user(self._function, y_true, y_pred))
         if values.shape.rank == 0 and replicas_in_sync() > 1:
+            # The mean over shares is another number than that of the batch.
             raise ValueError(
-                "`metrics` must hold functions that return one number per example on several "
-                f"replicas; got {self.name!r}, which returns one number for a batch. Each replica "
-                "sees only its share of a batch, and the mean over shares is another number than "
-                "that of the batch. Return one number per example, or pass a metric that adds up "
-                "what it needs, such as keras.metrics.RootMeanSquaredError()."
+                "`metrics` must return one number per example on several replicas; got one for a "
+                f"batch from {self.name!r}"
             )
         return values
 
@@ -237,13 +210,12 @@ def copy_of(metric: keras.metrics.Metric) -> keras.metrics.Metric:
     Raises:
         ValueError: if that is not enough to make one that has the same settings.
     """
-    kind = type(metric).__name__
-    try:
-        copy = type(metric).from_config(metric.get_config())
-    except (TypeError, ValueError) as error:
-        raise ValueError(not_described(f"{kind}, of which get_config() makes no other")) from error
+    copy = type(metric).from_config(metric.get_config())
     if names := other_settings(metric, copy):
-        raise ValueError(not_described(f"{kind}, whose copy has another {', '.join(names)}"))
+        raise ValueError(
+            f"`metrics` must hold metrics that get_config() describes; got "
+            f"{type(metric).__name__} without {', '.join(names)}"
+        )
     return copy
 
 
@@ -261,15 +233,6 @@ def other_settings(metric: keras.metrics.Metric, copy: keras.metrics.Metric) -> 
             if value is not None and "built" not in name
         }
     return [name.lstrip("_") for name in differing]
-
-
-def not_described(found: str) -> str:
-    """Returns the error about a metric that cannot be copied."""
-    return (
-        f"`metrics` must hold metrics that get_config() describes; got {found}. Training and "
-        "evaluation make a metric each from it. Return all settings in get_config(), or pass a "
-        "function that returns a dict of new metrics."
-    )
 
 
 def is_setting(value: Any) -> bool:
@@ -295,13 +258,9 @@ def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:
         if labels is not None:
             fitting: Callable[..., keras.metrics.Metric] = BY_LABELS[name][labels]
             return fitting
-        classes = [f"keras.metrics.{each.__name__}()" for each in BY_LABELS[name].values()]
-        given = "no loss_fn" if loss_fn is None else f"loss_fn={name_of(loss_fn)}"
         raise ValueError(
-            f"`metrics` must name a class instead of {name!r} unless loss_fn is a cross entropy of "
-            f"Keras; got {given}. Which class fits depends on the labels, and a cross entropy "
-            f"tells what they are. Pass [{classes[0]}] for labels of 0 or 1, [{classes[1]}] for "
-            f"one-hot labels, or [{classes[2]}] for class numbers."
+            f"`metrics` must hold a class for {name!r} unless loss_fn is a cross entropy of Keras, "
+            "which tells what the labels are"
         )
     try:
         found = keras.metrics.get(name)
@@ -311,9 +270,8 @@ def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:
         return type(found)
     known = [*BY_LABELS, *vars(keras.metrics)]
     raise ValueError(
-        "`metrics` must hold names of classes of keras.metrics that need no arguments; got "
-        f"{shown(name)}. keras.metrics makes no such metric. "
-        f"{did_you_mean(name, known, 'Pass an object instead.')}"
+        f"`metrics` must hold names in keras.metrics; got {shown(name)}. "
+        f"{did_you_mean(name, known, 'Pass an object.')}"
     )
 
 
@@ -324,9 +282,8 @@ def check_output(name: str, make: Any, shape: Any) -> None:
     binary = make in (ACCURACY["binary"], CROSSENTROPY["binary"])
     if binary != (shape[-1] == 1):
         raise ValueError(
-            f"`metrics` must name a class instead of {name!r} for this model; got an output of "
-            f"shape {shape} with a loss for {make.__name__}. Keras would choose another class by "
-            f"the shape. Pass an object, such as [keras.metrics.{make.__name__}()]."
+            f"`metrics` must hold a class for {name!r} with this model; got an output of shape "
+            f"{shape} for {make.__name__}"
         )
 
 
@@ -347,20 +304,8 @@ def results_of(metrics: MetricsByName) -> dict[str, tf.Tensor]:
     Args:
         metrics: Keras metrics, keyed by name. A result may be a tensor or a variable, which has a
             copy for each replica.
-
-    Raises:
-        ValueError: if a result is not one number.
     """
-    numbers = {}
-    for name, metric in metrics.items():
-        result = metric.result()
-        value = None if isinstance(result, dict) else tf.convert_to_tensor(result)
-        if value is None or value.shape.num_elements() != 1:
-            found = "a dict" if value is None else f"shape {tuple(value.shape)}"
-            raise ValueError(
-                f"`metrics` must return one number each; got {found} from {name!r} "
-                f"({type(metric).__name__}). The log and `best_metric` compare numbers. Choose an "
-                "average, such as average='macro' of F1Score, or write one metric for each number."
-            )
-        numbers[name] = tf.reshape(value, [])
-    return numbers
+    return {
+        name: tf.reshape(tf.convert_to_tensor(metric.result()), [])
+        for name, metric in metrics.items()
+    }

@@ -9,8 +9,8 @@ import tensorflow as tf
 from trainer.base.autograph import call_user, without_autograph
 from trainer.data.errors import MARK
 from trainer.losses.loss_fn import ignore_class_of
-from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
-from trainer.losses.output_losses import OutputLosses
+from trainer.losses.outputs import OutputLosses
+from trainer.losses.shapes import LABELS_OF_LOSS, name_of
 
 
 class LabelRange(NamedTuple):

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again.
@@ -62,12 +62,7 @@ class StopSignals:
             ACTIVE.add(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restores the previous handlers."""
         self.close()
 

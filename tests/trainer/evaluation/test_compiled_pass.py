@@ -14,10 +14,6 @@ from trainer.keras_compat import traced_functions
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 DATA = (X, X[:, :1])
-SLOW = (
-    "XLA cannot compile {}. So TensorFlow computes an evaluation or prediction in the training "
-    "precision without XLA, which may be slow."
-)
 
 
 class Noisy(keras.layers.Layer):
@@ -105,7 +101,7 @@ def test_a_prediction_that_xla_cannot_compile_goes_on_without(caplog):
     assert [float(text) for [text] in texts] == pytest.approx(
         trainer.model.predict(X, verbose=0)[:, 0].tolist(), abs=0.06
     )
-    assert [record.getMessage() for record in caplog.records] == [SLOW.format("'AsString'")]
+    assert "runs without XLA, as it cannot compile 'AsString'" in caplog.text
 
 
 class Selecting(Trainer):
@@ -140,12 +136,7 @@ def test_sizes_that_depend_on_values(mode, caplog):
     found = trainer.predict(rows, precision="train")
     loss = trainer.evaluate(rows, precision="train")["loss"]
     assert (found[:, 0].tolist(), loss) == ([4.0, 4.0, 4.0, 8.0, 8.0, 8.0], 6.0)
-    warning = (
-        "XLA may compute wrong numbers behind 'boolean_mask/Where', as the sizes of these results "
-        "depend on values. So TensorFlow computes an evaluation or prediction in the training "
-        "precision without XLA, which may be slow."
-    )
-    assert [record.getMessage() for record in caplog.records] == ([warning] * 2 if mode else [])
+    assert ("behind 'boolean_mask/Where', sized by values" in caplog.text) == bool(mode)
 
 
 @pytest.mark.parametrize("mode", [False, True, "step"])
@@ -183,9 +174,7 @@ def test_strings_from_outside_cannot_be_read(caplog):
     strategy = tf.distribute.get_strategy()
     result, compiled = result_in_graph(lambda: tf.identity(words), strategy)
     assert (result.numpy().tolist(), compiled) == ([b"a", b"b"], False)
-    assert [record.getMessage() for record in caplog.records] == [
-        SLOW.format("'an input of strings'")
-    ]
+    assert "'an input of strings'" in caplog.text
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -200,5 +189,4 @@ def test_an_int32_variable_on_a_gpu_cannot_be_read(monkeypatch, caplog, on_gpu):
     variable = tf.Variable(3)
     result, compiled = result_in_graph(lambda: variable + 1, tf.distribute.get_strategy())
     assert (int(result), compiled) == (4, not on_gpu)
-    found = [record.getMessage() for record in caplog.records]
-    assert found == ([SLOW.format("'ReadVariableOp'")] if on_gpu else [])
+    assert ("'ReadVariableOp'" in caplog.text) == on_gpu

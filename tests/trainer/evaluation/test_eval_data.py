@@ -115,13 +115,11 @@ def test_data_that_is_used_up_is_refused():
     assert trainer.evaluate(once) == {"loss": 1.0}  # the first batch was read to build the model
     with pytest.raises(ValueError, match="at least one batch"):
         trainer.evaluate(once)
-    with trainer._reading("data"), pytest.raises(ValueError, match="read again") as error:
+    with (
+        trainer._reading("data"),
+        pytest.raises(ValueError, match="`data` must hold data for each"),
+    ):
         trainer._parts.evaluator.evaluate(once, "float32", stoppable=False)
-    assert str(error.value) == (
-        "`data` must be data that can be read again; got a source that is used up. Every "
-        "evaluation reads it from the beginning. Pass arrays, or a dataset that opens its source "
-        "anew in each pass."
-    )
 
 
 def test_weights_that_are_all_zero_are_refused():
@@ -156,31 +154,11 @@ def test_a_dict_of_data_sets_is_told_from_a_batch(data, like, named):
     assert is_named(data, like) is named
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"eval_steps": 2},
-            "`eval_steps` must be None without `eval_data`; got 2. There is nothing to evaluate "
-            "on. Pass eval_data= as well.",
-        ),
-        (
-            {"evaluate_at_start": True},
-            "`evaluate_at_start` must be False without `eval_data`; got True. There is nothing to "
-            "evaluate on. Pass eval_data= as well.",
-        ),
-        (
-            {"eval_data": {1: stored(1.0)}},
-            "`eval_data` must have names that are strings; got 1. A result is named after its data "
-            'set, as in "clean/loss". Pass {"clean": clean, "noisy": noisy}, for example.',
-        ),
-    ],
-)
-def test_arguments_are_checked(arguments, message):
-    """The arguments about evaluation are checked before anything is built."""
+@pytest.mark.parametrize("arguments", [{"eval_steps": 2}, {"evaluate_at_start": True}])
+def test_arguments_without_data_are_refused(arguments):
+    """Nothing would be evaluated, without a word; nothing is built."""
     trainer = Linear(verbose=False)
-    with pytest.raises((ValueError, TypeError)) as error:
+    with pytest.raises(ValueError, match=f"`{next(iter(arguments))}` must"):
         trainer.train(TRAIN, steps=1, global_batch=4, **arguments)
 
-    assert str(error.value) == message
     assert not trainer._started

@@ -420,3 +420,79 @@ def test_several_inputs_and_outputs(mirrored, precision, replicas):
         data = (inputs, Y.astype(np.float32))
         result = trainer.evaluate(data, global_batch=4)["loss"]
         assert result == pytest.approx(loss, rel=1e-4, abs=1e-5)
+
+
+FLOATS = (X, X[:, :1])
+
+
+class Failing(Trainer):
+    """An evaluation that cannot be traced."""
+
+    def eval_step(self, batch):
+        """Fails."""
+        raise RuntimeError("no evaluation")
+
+
+def test_any_error_of_an_evaluation_comes_before_the_first_step():
+    """Here one of the user's own."""
+    trainer = Failing(
+        model=lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn="mse",
+        verbose=False,
+    )
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        trainer.train(FLOATS, steps=2, global_batch=4, eval_data=FLOATS)
+    assert trainer.totals.attempted == 0
+
+
+def test_an_evaluation_is_traced_once():
+    """What comes before the first step is the trace that evaluations use."""
+    traces = []
+
+    class Counted(Trainer):
+        def eval_step(self, batch):
+            traces.append(tf.nest.flatten(batch)[0].shape)
+            return super().eval_step(batch)
+
+    trainer = Counted(
+        model=lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn="mse",
+        verbose=False,
+    )
+    trainer.train(FLOATS, steps=4, global_batch=4, eval_data=FLOATS, eval_interval=2)
+    assert len(traces) == 1
+
+
+def behind_a_hidden_layer():
+    """The part of a model behind its first layer, whose inputs Keras casts to half precision."""
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(4, "tanh")(inputs)
+    whole = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    return keras.Model(hidden, whole.output)
+
+
+def around_a_blind_sequential():
+    """A functional model around a `Sequential` without an input."""
+    inputs = keras.Input([4])
+    dense = keras.layers.Dense(1, use_bias=True)
+    return keras.Model(inputs, keras.Sequential([dense])(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+@pytest.mark.parametrize("make", [behind_a_hidden_layer, around_a_blind_sequential])
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_inputs_are_not_rounded(make, half, tmp_path):
+    """L21: neither in evaluations in float32 nor in a model exported in float32."""
+    x = np.float32([60000, 60001, 60002, 70000])[:, None] * np.ones([4], np.float32)
+    trainer = Trainer(model=make, precision=f"mixed_{half}", seed=0, verbose=False)
+    kernel, bias = trainer.model.get_weights()
+    expected = x.astype(np.float64) @ kernel + bias
+
+    np.testing.assert_allclose(trainer.predict(x, global_batch=4), expected, rtol=1e-6)
+    trainer.export(tmp_path / "model.keras", precision="float32")
+    written = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(written.predict(x, verbose=0), expected, rtol=1e-6)
+    declared = [tensor.dtype for layer in trainer.model.layers for tensor in [layer.output]]
+    assert half in declared  # the trained model itself stays as it was

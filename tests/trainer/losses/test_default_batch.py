@@ -1,4 +1,4 @@
-"""What the default methods ask of a batch, with errors that name the argument of each method."""
+"""What the default methods ask of a batch, of the weights of classes and of a model's last layer."""
 
 import keras
 import numpy as np
@@ -6,14 +6,15 @@ import pytest
 import tensorflow as tf
 from helpers import linear_model
 
-from trainer import Monitoring, Trainer
+from trainer import Losses, Monitoring, Trainer
+from trainer.base.warn_once import warn_once
 from trainer.losses.default_batch import (
-    check_inputs,
-    described,
-    from_library,
-    reason_in,
+    check_class_weight,
+    class_factors,
     unpack,
+    warn_of_half_probabilities,
 )
+from trainer.losses.outputs import OutputLosses
 
 ONE = np.ones([4, 1], np.float32)
 
@@ -24,34 +25,6 @@ def made(**arguments):
     return Trainer(
         verbose=False, monitoring=Monitoring(check_gradients=False), jit_compile=False, **arguments
     )
-
-
-CALLS = {
-    "train_data": lambda data: made().train(data, 1, global_batch=4),
-    "eval_data": lambda data: made().train((ONE, ONE), 1, global_batch=4, eval_data=data),
-    "data": lambda data: made().evaluate(data, global_batch=4),
-    "batch": lambda data: made().train_on_batch(data),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("argument", CALLS)
-@pytest.mark.parametrize(
-    ("data", "kind", "rule"),
-    [
-        ((ONE * 1j, ONE), TypeError, "must hold real numbers for a model with inputs of real"),
-        ((np.array([["a"]] * 4), ONE), TypeError, "must hold real numbers for a model with inputs"),
-        ((ONE, ONE * 1j), TypeError, "must have labels that are real numbers"),
-        ((ONE, ONE, ONE[:, 0] * 1j), TypeError, "must have weights that are real numbers"),
-        ((np.ones([4, 2]), ONE), ValueError, "must fit the model; got inputs "),
-        (ONE, ValueError, r"must yield \(x, y\) or \(x, y, sample_weight\)"),
-    ],
-    ids=["complex", "text", "complex labels", "complex weights", "wide", "no labels"],
-)
-def test_a_batch_that_does_not_fit_is_refused_by_name(argument, data, kind, rule):
-    """The error names the argument that the user has passed, in training and evaluation."""
-    with pytest.raises(kind, match=f"^`{argument}` {rule}"):
-        CALLS[argument](data)
 
 
 def test_evaluation_data_without_labels_is_refused_before_training(tmp_path):
@@ -65,102 +38,12 @@ def test_evaluation_data_without_labels_is_refused_before_training(tmp_path):
         made(model_dir=tmp_path).evaluate_continuously(ONE, global_batch=4, timeout_secs=0.1)
 
 
-def test_the_error_of_a_model_that_does_not_fit():
-    """It holds the shapes, and Keras's own sentence without the rest of its message."""
-    with pytest.raises(ValueError, match="must fit the model") as error:
-        made().predict(np.ones([4, 2], np.float32), global_batch=4)
-
-    assert str(error.value).startswith(
-        "`data` must fit the model; got inputs float32 (4, 2). The model raised ValueError: Input "
-        "0 with name 'None' of layer 'dense"
-    )
-    assert str(error.value).endswith(
-        "but received input with shape (4, 2). Compare them with what the model's first layer "
-        "takes; calling the model on one batch shows where it fails."
-    )
-
-
-def test_an_error_of_the_users_own_model_stays_what_it_is():
-    """What a line of the model raises is not blamed on the data."""
-
-    class Broken(keras.Model):
-        def call(self, inputs):
-            raise KeyError("head")
-
-    class Careless(keras.Model):
-        def call(self, inputs):
-            raise ValueError("my own check")
-
-    with pytest.raises(KeyError, match="head"):
-        made(model=Broken).predict(ONE, global_batch=4)
-    with pytest.raises(ValueError, match="my own check") as error:
-        made(model=Careless).predict(ONE, global_batch=4)
-    assert "must fit" not in str(error.value)
-
-
-def test_a_ragged_last_dimension_is_refused_where_the_model_has_a_fixed_one():
-    """TensorFlow would fail in the middle of the step. A ragged dimension before the last is none."""
-    ragged = tf.ragged.constant([[1.0], [1.0, 2.0]])
-    with pytest.raises(TypeError) as error:
-        made().evaluate(tf.data.Dataset.from_tensors((ragged, ONE[:2])))
-
-    assert str(error.value) == (
-        "`data` must have a last dimension of a fixed size for this model; got float32 (2, None), "
-        "which is ragged there, for an input of shape (None, 1). Its products need rows of one "
-        "size. Pad the data with to_tensor(), or make the last dimension of keras.Input None."
-    )
-    check_inputs(linear_model(), tf.RaggedTensor.from_tensor(ONE[None], ragged_rank=1), "data")
-
-
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_inputs_in_a_dict_are_checked_by_their_names(as_dict):
-    """The order of the data's keys and of the model's inputs may differ."""
-    ends, fixed = keras.Input([None], name="a"), keras.Input([2], name="z")
-    model = keras.Model({"a": ends, "z": fixed} if as_dict else [fixed, ends], [ends, fixed])
-    ragged, dense = tf.ragged.constant([[1.0], [1.0, 2.0]]), tf.ones([2, 2])
-
-    check_inputs(model, {"z": dense, "a": ragged}, "data")
-    with pytest.raises(TypeError, match=r"for an input of shape \(None, 2\)"):
-        check_inputs(model, {"a": dense, "z": ragged}, "data")
-
-
-def test_inputs_in_the_place_of_labels_are_refused():
-    """A data set of pairs holds inputs and labels, also for a model of two inputs, as in `fit`."""
-    first, second = keras.Input([1]), keras.Input([1])
-    trainer = made(model=keras.Model([first, second], first + second))
-    with pytest.raises(ValueError, match="`data`"):
-        trainer.predict(tf.data.Dataset.from_tensor_slices((ONE, ONE)).batch(4))
-    assert trainer.predict(([ONE, ONE],), global_batch=4).tolist() == (2 * ONE).tolist()
-
-
-def test_text_is_taken_by_a_model_with_inputs_of_text():
-    """Only declared inputs of real numbers refuse it."""
-    layer = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
-    model = keras.Sequential([keras.Input([1], dtype="string"), layer, keras.layers.Dense(1)])
-
-    assert made(model=model).predict(np.array([["a"], ["b"]]), global_batch=2).shape == (2, 1)
-
-
 def test_the_form_of_a_batch():
     """A pair, or three items; weights are None if there are none."""
     assert unpack((1, 2)) == (1, 2, None)
     assert unpack((1, 2, 3)) == (1, 2, 3)
-    with pytest.raises(ValueError, match="got a tuple of 1"):
+    with pytest.raises(ValueError, match="`train_data` must yield"):
         unpack((tf.ones([4]),))
-    assert described((tf.ones([2]), {"x": None})) == "(float32 (2,), {'x': None})"
-
-
-def test_who_has_raised_an_error():
-    """A plain error counts as a library's if its last line is there."""
-    with pytest.raises(tf.errors.InvalidArgumentError) as library:
-        tf.reshape(tf.ones([3]), [2])
-    with pytest.raises(ValueError, match="mine") as own:
-        raise ValueError("mine")
-
-    assert reason_in("one\ntwo") == "one"
-    assert reason_in("") == "no message"
-    assert not from_library(own.value)
-    assert from_library(library.value)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -196,3 +79,124 @@ def test_an_own_predict_batch_gets_the_data_as_it_is():
 
     found = Own(model=model, verbose=False).predict((ONE, ONE), global_batch=2)
     np.testing.assert_array_equal(found, 3 * ONE)
+
+
+RNG = np.random.default_rng(5)
+X = RNG.normal(size=[12, 3]).astype(np.float32)
+LABELS = RNG.integers(0, 3, 12)
+WEIGHTS = {0: 4.0, 2: -0.5}
+LABELED = {
+    "classes": (3, keras.losses.SparseCategoricalCrossentropy(from_logits=True), LABELS),
+    "a column": (3, keras.losses.SparseCategoricalCrossentropy(from_logits=True), LABELS[:, None]),
+    "one-hot": (
+        3,
+        keras.losses.CategoricalCrossentropy(from_logits=True),
+        np.eye(3, dtype=np.float32)[LABELS],
+    ),
+    "binary": (
+        1,
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        (LABELS > 1).astype(np.float32)[:, None],
+    ),
+}
+
+
+def dense(units):
+    """One layer; the same weights every time."""
+    kernel = keras.initializers.GlorotUniform(1)
+    return keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(units, kernel_initializer=kernel)]
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "replicas"), [*((kind, 1) for kind in LABELED), ("classes", 3)])
+def test_weights_of_classes_are_keras_s(mirrored, kind, replicas):
+    """L21: the SGD step is that of Keras's `fit` on one device, and evaluations are not weighted."""
+    units, loss, y = LABELED[kind]
+    model = dense(units)
+    model.compile(keras.optimizers.SGD(0.5), loss)
+    model.fit(X, y, batch_size=12, class_weight=WEIGHTS | {1: 1.0}, verbose=0)
+    trainer = Trainer(
+        model=lambda: dense(units),
+        optimizer=lambda: keras.optimizers.SGD(0.5),
+        loss_fn=loss,
+        losses=Losses(class_weight=WEIGHTS),
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        verbose=False,
+    )
+    trainer.train((X, y), steps=1, global_batch=12)
+
+    for mine, theirs in zip(trainer.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    expected = model.evaluate(X, y, batch_size=12, verbose=0)
+    assert trainer.evaluate((X, y), global_batch=12)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_denominator_of_another_reduction_is_refused():
+    """`fit` divides by the sum of the weights of the batch's classes."""
+    loss_fn = keras.losses.BinaryCrossentropy(reduction="mean_with_sample_weight")
+    with pytest.raises(ValueError, match="`class_weight`"):
+        check_class_weight({0: 1.0, 1: 5.0}, loss_fn, "mean", overridden=False)
+
+
+@pytest.mark.parametrize("shape", [[2, 5], [2, 3, 3]])
+def test_several_labels_of_an_example_are_refused(shape):
+    """Tokens or pixels have no single class."""
+    with pytest.raises(ValueError, match="`class_weight`"):
+        class_factors(tf.zeros(shape, tf.int32), WEIGHTS, keras.losses.get("mse"))
+
+
+def sequential(activation, dtype="mixed_float16"):
+    """Returns a model whose last layer has an activation and a dtype policy."""
+    last = keras.layers.Dense(4, activation, dtype=dtype, name="last")
+    return keras.Sequential([keras.Input([2]), last])
+
+
+def functional(activation):
+    """Returns a functional model of two outputs, the second of which has the activation."""
+    inputs = keras.Input([2])
+    first = keras.layers.Dense(1, dtype="mixed_float16", name="first")(inputs)
+    hidden = keras.layers.Dense(3, "sigmoid", dtype="mixed_float16", name="hidden")(inputs)
+    second = keras.layers.Dense(4, dtype="mixed_float16", name="second")(hidden)
+    return keras.Model(
+        inputs, [first, keras.layers.Activation(activation, dtype="float16")(second)]
+    )
+
+
+BOTH = OutputLosses(
+    {0: keras.losses.get("mse"), 1: keras.losses.get("categorical_crossentropy")}, {0: 1.0, 1: 1.0}
+)
+LOGITS = keras.losses.BinaryCrossentropy(from_logits=True)
+WARNED = [
+    (sequential("sigmoid"), keras.losses.binary_crossentropy),
+    (sequential("softmax", "mixed_bfloat16"), keras.losses.SparseCategoricalCrossentropy()),
+    (functional("softmax"), BOTH),
+]
+QUIET = [
+    (sequential("sigmoid", "float32"), keras.losses.binary_crossentropy),
+    (sequential(None), keras.losses.binary_crossentropy),
+    (sequential("sigmoid"), LOGITS),
+    (sequential("sigmoid"), keras.losses.mean_squared_error),
+    (sequential("sigmoid"), None),
+    (sequential("sigmoid"), lambda y, p: y - p),
+    (functional(None), BOTH),
+    (keras.layers.Dense(1), keras.losses.binary_crossentropy),
+]
+
+
+@pytest.mark.parametrize(("model", "loss_fn"), WARNED)
+def test_probabilities_in_half_precision_are_warned_of(model, loss_fn, caplog):
+    """The warning names the layer."""
+    warn_once.cache_clear()
+    warn_of_half_probabilities(model, loss_fn)
+    (record,) = caplog.records
+    assert f"The layer {model.layers[-1].name!r} computes probabilities" in record.getMessage()
+
+
+@pytest.mark.parametrize(("model", "loss_fn"), QUIET)
+def test_nothing_else_is_warned_of(model, loss_fn, caplog):
+    """Logits, float32, other losses and models without a known last layer give no warning."""
+    warn_once.cache_clear()
+    warn_of_half_probabilities(model, loss_fn)
+    assert not caplog.records

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 import strategies
 from trainer import Monitoring, Trainer
 from trainer.losses.loss_fn import (
-    check_loss_fn,
-    check_reduction,
     element_losses,
     example_losses,
     example_weights,
@@ -23,10 +21,6 @@ from trainer.losses.loss_fn import (
 pytestmark = pytest.mark.sampled
 
 LOSSES = keras.losses
-COUPLED = (
-    "A replica or microbatch sees only its share of the batch, so the result would depend on how "
-    "the batch is divided."
-)
 
 
 def one_hot(random, shape):
@@ -290,63 +284,23 @@ class Calling(keras.losses.MeanSquaredError):
         return super().__call__(y_true, y_pred, sample_weight) + 1.0
 
 
-AXES = (
-    "which includes the examples. "
-    + COUPLED
-    + " Pass a loss with the other dimensions as its axis, "
-    'for example keras.losses.Dice(axis=(1, 2, 3)) for images; or Losses(reduction="global"), which '
-    "computes the loss on the whole batch."
-)
-
-
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    "loss",
     [
-        (
-            LOSSES.MeanSquaredError(reduction="sum"),
-            "`loss_fn` must have a mean as its reduction; got MeanSquaredError with "
-            "reduction='sum'. A sum would grow with the number of examples, and the trainer takes "
-            "the weighted mean over the global batch. Leave out reduction=, and multiply the "
-            "learning rate by the batch size if you rely on the sum.",
-        ),
-        (
-            Calling(),
-            "`loss_fn` must not override __call__; got Calling. The trainer takes the mean over the "
-            "global batch itself and uses only the loss's call(). Move the computation to "
-            "call(y_true, y_pred), or pass a function.",
-        ),
-        *[
-            (
-                loss,
-                f"`loss_fn` must give each example its own loss; got {name}, which compares the "
-                f"examples of a batch with each other. {COUPLED} Pass "
-                'Losses(reduction="global"): the loss of the whole batch.',
-            )
-            for loss, name in [(LOSSES.Circle(), "Circle"), (LOSSES.circle, "circle")]
-        ],
-        *[
-            (loss, f"`loss_fn` must give each example its own loss; got {found}, {AXES}")
-            for loss, found in [
-                (LOSSES.Dice(), "Dice with axis=None"),
-                (LOSSES.tversky, "tversky with axis=None"),
-                (LOSSES.Tversky(axis=(0, 1)), "Tversky with axis=(0, 1)"),
-                (LOSSES.CosineSimilarity(axis=0), "CosineSimilarity with axis=0"),
-            ]
-        ],
+        LOSSES.MeanSquaredError(reduction="sum"),
+        Calling(),
+        LOSSES.Circle(),
+        LOSSES.circle,
+        LOSSES.Dice(),
+        LOSSES.tversky,
+        LOSSES.Tversky(axis=(0, 1)),
+        LOSSES.CosineSimilarity(axis=0),
     ],
 )
-def test_losses_of_a_whole_batch_are_refused(loss, message):
+def test_losses_of_a_whole_batch_are_refused(loss):
     """L21: what cannot be split into examples is refused when the trainer is made."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`loss_fn` must"):
         Trainer(loss_fn=loss)
-
-    assert str(error.value) == message
-
-
-def test_the_suggested_losses_are_accepted():
-    """What the errors suggest works."""
-    check_loss_fn(LOSSES.Dice(axis=(1, 2, 3)))
-    check_reduction(LOSSES.MeanSquaredError())
 
 
 def test_no_reduction_is_warned_of(caplog):
@@ -355,10 +309,8 @@ def test_no_reduction_is_warned_of(caplog):
     with caplog.at_level("WARNING"):
         Trainer(loss_fn=LOSSES.LogCosh(reduction="none"))
 
-    assert [record.getMessage() for record in caplog.records] == [
-        "loss_fn=LogCosh has reduction=None: the trainer takes the mean over the global batch. Keras's "
-        "fit shows the mean too, but differentiates the sum."
-    ]
+    [record] = caplog.records
+    assert "loss_fn=LogCosh has reduction=None" in record.getMessage()
 
 
 def masked(tensor):
@@ -381,95 +333,26 @@ def all_pairs(y, outputs):
     return tf.reduce_mean((y - outputs) ** 2, axis=-1)
 
 
-PROBABILITIES = tf.fill([4, 3], 1 / 3)
+ONE, PAIR = tf.ones([4]), tf.ones([4, 3])
 
 
 @pytest.mark.parametrize(
-    ("loss", "y", "outputs", "weight", "message"),
+    ("loss", "y", "outputs", "weight"),
     [
-        (
-            mean_of_batch,
-            tf.ones([4]),
-            tf.ones([4]),
-            None,
-            "`loss_fn` must give each example its own loss; got mean_of_batch, which returned shape "
-            "(). A mean over this replica's share would not add up to the mean over the global batch. "
-            "Leave out the mean or sum over the first dimension; or pass "
-            'Losses(reduction="global") if it compares the examples with each other.',
-        ),
-        (
-            LOSSES.Dice(axis=(-2, -1)),
-            tf.ones([4, 3]),
-            tf.ones([4, 3]),
-            None,
-            "`loss_fn` must give each example its own loss; got Dice with axis=(-2, -1), " + AXES,
-        ),
-        (
-            own_mask,
-            tf.constant([0, 1, 2, 0]),
-            PROBABILITIES,
-            None,
-            "`loss_fn` must not put a Keras mask on its losses; got own_mask. Keras divides by the "
-            "number of losses in the whole batch that are not masked, which a replica's share does "
-            "not tell. Pass keras.losses.SparseCategoricalCrossentropy(ignore_class=), or weights "
-            "as the third element of the data, with 0 where masked.",
-        ),
-        *[
-            (
-                loss,
-                tf.ones([4]),
-                tf.ones([4, 1]),
-                None,
-                f"`loss_fn` must give each example its own loss; got {name}, which pairs every label "
-                "with every prediction: their shapes are (4,) and (4, 1). Broadcasting makes a table "
-                "of all pairs, and its mean is not the loss. Add a dimension to the labels, "
-                "y[:, None], or take the last one from the predictions.",
-            )
-            for loss, name in [(all_pairs, "all_pairs"), (Raw(), "Raw")]
-        ],
-        *[
-            (
-                LOSSES.MeanSquaredError(),
-                outputs,
-                outputs,
-                None,
-                "`loss_fn` must have a loss for each of several outputs; got MeanSquaredError and the "
-                f"outputs {found}. A Keras loss takes one output. Pass a loss for each output, in a "
-                "dict or a list as in compile, or override compute_loss.",
-            )
-            for outputs, found in [
-                ({"b": tf.ones([2]), "a": tf.ones([2])}, "['a', 'b']"),
-                ([tf.ones([2]), tf.ones([2])], "2 of them"),
-            ]
-        ],
-        (
-            LOSSES.MeanSquaredError(),
-            tf.ones([4, 3]),
-            tf.ones([4, 3]),
-            tf.ones([4, 3]),
-            "`sample_weight` must have no more dimensions than the losses; got shape (4, 3) for losses "
-            "of shape (4,) from MeanSquaredError. What is already averaged cannot be weighted. For "
-            "weights of single labels, pass a function that returns one loss for each, such as "
-            "loss_fn=lambda y, p: keras.losses.binary_crossentropy(y[..., None], p[..., None]); for "
-            "several outputs, return losses and weights of one shape from compute_loss and "
-            "example_weights.",
-        ),
-        (
-            LOSSES.MeanSquaredError(),
-            tf.ones([4, 1]),
-            tf.ones([4, 1]),
-            {"a": tf.ones([4])},
-            "`sample_weight` must be one tensor; got a dict. The weighted mean has a single "
-            "denominator. Override compute_loss and example_weights to weight several losses.",
-        ),
+        (mean_of_batch, ONE, ONE, None),
+        (LOSSES.Dice(axis=(-2, -1)), PAIR, PAIR, None),
+        (own_mask, tf.constant([0, 1, 2, 0]), tf.fill([4, 3], 1 / 3), None),
+        (all_pairs, ONE, ONE[:, None], None),
+        (Raw(), ONE, ONE[:, None], None),
+        (LOSSES.MeanSquaredError(), {"a": ONE}, {"a": ONE}, None),
+        (LOSSES.MeanSquaredError(), [ONE, ONE], [ONE, ONE], None),
+        (LOSSES.MeanSquaredError(), PAIR, PAIR, PAIR),
     ],
 )
-def test_what_a_share_cannot_tell_is_refused(loss, y, outputs, weight, message):
+def test_what_a_share_cannot_tell_is_refused(loss, y, outputs, weight):
     """L21: what is known only when the loss is called is refused in the first trace."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`loss_fn` must"):
         example_losses(loss, y, outputs, weight)
-
-    assert str(error.value) == message
 
 
 def test_a_mask_on_the_outputs_weights_the_elements():
@@ -503,29 +386,9 @@ def mean_of_tokens(y, outputs):
 def test_masks_that_do_not_fit_are_refused():
     """A mask needs losses of its elements, and a single output."""
     y = tf.zeros([4, 3, 2])
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
-        example_losses(mean_of_tokens, y, masked(y))
-    assert str(error.value) == (
-        "`loss_fn` must return one loss for each element of the Keras mask; got losses of shape "
-        "(4,), and the model's outputs have a mask of shape (4, 3). The mask says which elements "
-        "count, and their losses are already averaged. Return losses of the mask's shape, or remove "
-        "the mask before the dimensions that it masks are averaged."
-    )
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        example_losses(mean_of_tokens, y, {"one": masked(y), "other": y})
-    assert str(error.value) == (
-        "`loss_fn` cannot use the Keras mask of one of several outputs; got mean_of_tokens, and a "
-        "mask of shape (4, 3). A function of all outputs cannot tell which of its losses the mask "
-        "belongs to. Override compute_loss and example_weights: return the losses of the elements, "
-        "and the mask as float32."
-    )
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        global_loss(mean_of_tokens, y, y, tf.ones([4, 3]), None)
-    assert str(error.value) == (
-        "`loss_fn` must return one loss for each weight; got losses of shape (4,) from "
-        "mean_of_tokens, and weights of shape (4, 3). What is already averaged cannot be weighted. "
-        "Leave out the weights, or override compute_loss and use them there."
-    )
+    for outputs in (masked(y), {"one": masked(y), "other": y}):
+        with pytest.raises(ValueError, match=r"`loss_fn` must .* Keras mask"):
+            example_losses(mean_of_tokens, y, outputs)
 
 
 def sequence_model():
@@ -641,16 +504,10 @@ def test_weights_of_tokens_have_the_dtype_of_the_losses(dtype):
         keras.losses.BinaryCrossentropy(from_logits=True),
     ],
 )
-def test_outputs_without_a_last_dimension_are_explained(loss):
+def test_outputs_without_a_last_dimension_are_refused(loss):
     """Keras would take the mean, or a softmax, over the examples."""
-    name = getattr(loss, "__name__", type(loss).__name__)
-    with pytest.raises(ValueError, match="outputs of shape") as error:
+    with pytest.raises(ValueError, match="`loss_fn` must give each example its own loss"):
         example_losses(loss, tf.ones([3]), tf.zeros([3]))
-    assert str(error.value) == (
-        f"`loss_fn` must give each example its own loss; got {name} and outputs of shape (3,). "
-        "Keras's losses reduce the last dimension, which is that of the examples here. Let the "
-        "model return shape (examples, 1), for example by keras.layers.Reshape([1])."
-    )
 
 
 def test_outputs_without_a_last_dimension_are_aligned_with_labels_that_have_one():

@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Action, Trainer
-from trainer.losses.metrics import copy_of, numbers_of
+from trainer.losses.metrics import copy_of
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[16, 3]).astype("float32")
@@ -65,63 +65,17 @@ def test_accuracy_of_logits_counts_logits():
 
 
 @pytest.mark.parametrize(
-    ("metrics", "loss", "message"),
+    "metrics",
     [
-        (
-            ["accuracy"],
-            "mse",
-            "`metrics` must name a class instead of 'accuracy' unless loss_fn is a cross entropy of "
-            "Keras; got loss_fn=mean_squared_error. Which class fits depends on the labels, and a "
-            "cross entropy tells what they are. Pass [keras.metrics.BinaryAccuracy()] for labels of "
-            "0 or 1, [keras.metrics.CategoricalAccuracy()] for one-hot labels, or "
-            "[keras.metrics.SparseCategoricalAccuracy()] for class numbers.",
-        ),
-        (
-            ["acuracy"],
-            "mse",
-            "`metrics` must hold names of classes of keras.metrics that need no arguments; got "
-            "'acuracy'. keras.metrics makes no such metric. Did you mean 'accuracy'?",
-        ),
-        (
-            [keras.metrics.AUC],
-            "mse",
-            "`metrics` must hold names and objects of keras.metrics, and functions; got AUC. Anything else cannot "
-            "be made anew for training and for evaluation. Pass names and metrics as in Keras's "
-            'compile, such as ["accuracy"], or a function that returns a dict, such as lambda: '
-            '{"accuracy": keras.metrics.SparseCategoricalAccuracy()}.',
-        ),
-        (
-            "accuracy",
-            "mse",
-            "`metrics` must be a list or a dict of metrics, or a function that returns a dict; got "
-            "str. Training and evaluation each make their own metrics from it. Pass names and "
-            'metrics as in Keras\'s compile, such as ["accuracy"], or a function that returns a '
-            'dict, such as lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.',
-        ),
-        (
-            ["mae", keras.metrics.MeanSquaredError(name="mae")],
-            "mse",
-            "`metrics` must have a name of its own for each metric; got 'mae' twice. The log has one "
-            "number for each name. Pass an object with another name=.",
-        ),
+        ["accuracy"],
+        ["acuracy"],
+        ["mae", keras.metrics.MeanSquaredError(name="mae")],
     ],
 )
-def test_what_cannot_be_a_metric_is_refused_at_once(metrics, loss, message):
-    """The constructor raises, and what the error suggests is accepted."""
-    with pytest.raises((TypeError, ValueError)) as error:
-        Trainer(metrics=metrics, loss_fn=loss)
-
-    assert str(error.value) == message
-
-
-def test_what_the_error_suggests_works():
-    """A class for the labels is accepted with any loss."""
-    trainer = trainer_of("sigmoid", 1, "mse", [keras.metrics.BinaryAccuracy()])
-
-    assert set(trainer.evaluate((X, CLASSES[:, None] % 2), global_batch=8)) == {
-        "loss",
-        "binary_accuracy",
-    }
+def test_what_cannot_be_a_metric_is_refused_at_once(metrics):
+    """By the constructor: with this loss, nothing tells what "accuracy" is."""
+    with pytest.raises(ValueError, match="`metrics` must"):
+        Trainer(metrics=metrics, loss_fn="mse")
 
 
 def test_an_output_that_does_not_fit_the_loss_is_refused():
@@ -129,14 +83,8 @@ def test_an_output_that_does_not_fit_the_loss_is_refused():
     largest.
     """
     trainer = trainer_of("sigmoid", 4, "binary_crossentropy", ["accuracy"])
-    with pytest.raises(ValueError, match="BinaryAccuracy") as error:
+    with pytest.raises(ValueError, match="`metrics` must"):
         trainer.evaluate((X, np.eye(4, dtype="float32")[CLASSES]), global_batch=8)
-
-    assert str(error.value) == (
-        "`metrics` must name a class instead of 'accuracy' for this model; got an output of shape "
-        "(None, 4) with a loss for BinaryAccuracy. Keras would choose another class by the shape. "
-        "Pass an object, such as [keras.metrics.BinaryAccuracy()]."
-    )
 
 
 class Above(keras.metrics.Mean):
@@ -169,32 +117,18 @@ def later(metric):
 @pytest.mark.parametrize(
     ("metric", "found"),
     [
-        (lambda: Above(0.9), "Above, whose copy has another threshold"),
-        (lambda: later(Above()), "Above, whose copy has another threshold"),
-        (lambda: Above(np.float32([0.9])), "Above, whose copy has another threshold"),
-        (lambda: Above(tf.constant(0.9)), "Above, whose copy has another threshold"),
-        (lambda: Above(tf.square), "Above, whose copy has another threshold"),
-        (
-            lambda: keras.metrics.CosineSimilarity(axis=0),
-            "CosineSimilarity, whose copy has another fn_kwargs",
-        ),
-        (
-            lambda: keras.metrics.MeanMetricWrapper(lambda _, predicted: predicted, name="mean"),
-            "MeanMetricWrapper, of which get_config() makes no other",
-        ),
+        (lambda: Above(0.9), "threshold"),
+        (lambda: later(Above()), "threshold"),
+        (lambda: Above(np.float32([0.9])), "threshold"),
+        (lambda: Above(tf.constant(0.9)), "threshold"),
+        (lambda: Above(tf.square), "threshold"),
+        (lambda: keras.metrics.CosineSimilarity(axis=0), "fn_kwargs"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
 def test_a_metric_that_its_configuration_does_not_describe_is_refused(metric, found):
     """The copies for training and evaluation would have the default setting."""
-    with pytest.raises(ValueError, match="metrics") as refused:
+    with pytest.raises(ValueError, match=f"`metrics` must .* without {found}"):
         copy_of(metric())
-
-    assert str(refused.value) == (
-        f"`metrics` must hold metrics that get_config() describes; got {found}. Training and "
-        "evaluation make a metric each from it. Return all settings in get_config(), or pass a "
-        "function that returns a dict of new metrics."
-    )
 
 
 def test_a_metric_with_its_settings_is_copied():
@@ -358,21 +292,6 @@ def test_a_metric_may_return_its_variable(mirrored):
     trainer.train(data, steps=1, global_batch=7)
 
     assert trainer.evaluate(data, global_batch=7)["count"] == 7.0
-
-
-@pytest.mark.parametrize(("result", "found"), [([0.5, 1.0], "shape (2,)"), ({"a": 1.0}, "a dict")])
-def test_a_metric_returns_one_number(result, found):
-    """A result of several numbers is refused by the metric's name."""
-    metric = keras.metrics.Mean()
-    metric.result = lambda: result
-    with pytest.raises(ValueError, match="metrics") as error:
-        numbers_of({"scores": metric})
-
-    assert str(error.value) == (
-        f"`metrics` must return one number each; got {found} from 'scores' (Mean). The log and "
-        "`best_metric` compare numbers. Choose an average, such as average='macro' of F1Score, or "
-        "write one metric for each number."
-    )
 
 
 @pytest.mark.parametrize("ignored", [0, 255])

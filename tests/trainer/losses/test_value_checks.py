@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer import DataError, Monitoring, Trainer
-from trainer.losses.loss_shapes import name_of
+from trainer.losses.shapes import name_of
 from trainer.losses.value_checks import LabelRange, in_range, label_ranges
 
 ROWS = np.arange(32, dtype=np.float32).reshape(8, 4)

@@ -1,12 +1,13 @@
-"""A loss for each of several outputs means what it means in `compile`."""
+"""Losses and metrics of several outputs mean what they mean in `compile`."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Losses, Monitoring, Trainer
-from trainer.losses.output_losses import OutputLosses
+from trainer import Losses as Factors
+from trainer import Monitoring, Trainer
+from trainer.losses.outputs import OutputLosses
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=[12, 3]).astype(np.float32)
@@ -53,7 +54,7 @@ def test_losses_of_outputs_are_keras_s(mirrored, kind, weights, replicas):
         model=lambda: two_heads(kind),
         optimizer=lambda: keras.optimizers.SGD(0.5),
         loss_fn=form(LOSSES),
-        losses=Losses(weights=weights),
+        losses=Factors(weights=weights),
         strategy=mirrored(replicas) if replicas > 1 else "default",
         verbose=False,
     )
@@ -119,34 +120,17 @@ def test_an_output_without_a_loss_may_be_a_key(num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("losses", "y", "outputs", "message"),
+    ("losses", "y", "outputs"),
     [
-        (
-            OutputLosses({"a": MSE}, {"a": 1.0}),
-            {"a": tf.ones([2, 1])},
-            [tf.ones([2, 1])],
-            "`loss_fn` must have the structure of the outputs; got losses for the names ['a'], and a "
-            "list of 1 as outputs. Each loss compares one output with its own labels. Name the "
-            "outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with these names "
-            "as labels and as loss_fn; or use lists for all three.",
-        ),
-        (
-            OutputLosses({0: MSE}, {0: 1.0}, count=2),
-            tf.ones([2, 1]),
-            [tf.ones([2, 1])] * 2,
-            "`loss_fn` must have the structure of the labels; got losses for 2 of them, in a tuple, "
-            "and a single tensor as labels. Each loss compares one output with its own labels. Name "
-            "the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with these "
-            "names as labels and as loss_fn; or use lists for all three.",
-        ),
+        (OutputLosses({"a": MSE}, {"a": 1.0}), {"a": tf.ones([2, 1])}, [tf.ones([2, 1])]),
+        (OutputLosses({0: MSE}, {0: 1.0}, count=2), tf.ones([2, 1]), [tf.ones([2, 1])] * 2),
     ],
     ids=["outputs", "labels"],
 )
-def test_another_structure_is_refused(losses, y, outputs, message):
-    """The error says what the losses are for, and what was found."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+def test_another_structure_is_refused(losses, y, outputs):
+    """Nothing else tells which label belongs to which output."""
+    with pytest.raises(ValueError, match="`loss_fn` must have the structure"):
         losses(y, outputs)
-    assert str(error.value) == message
 
 
 def one_or_two(form):
@@ -236,24 +220,94 @@ def test_names_that_no_output_has_are_refused():
     trainer = Trainer(
         model=lambda: one_or_two("two"), optimizer="sgd", loss_fn={"a": "mse", "c": "mae"}
     )
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`loss_fn` must have the structure"):
         trainer.train((X, {"a": Y["a"], "c": Y["a"]}), steps=1, global_batch=12)
-    assert str(error.value) == (
-        "`loss_fn` must have the structure of the outputs; got losses for the names ['a', 'c'], "
-        "and a dict of ['a', 'b'] as outputs. Each loss compares one output with its own labels. "
-        "Name the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with these "
-        "names as labels and as loss_fn; or use lists for all three."
+
+
+def trainer_of(kind, metrics, **arguments):
+    """A trainer of `two_heads` with plain SGD."""
+    return Trainer(
+        model=lambda: two_heads(kind),
+        optimizer=lambda: keras.optimizers.SGD(0.5),
+        loss_fn=LOSSES if kind is dict else [*LOSSES.values()],
+        losses=Factors(weights=WEIGHTS if kind is dict else [*WEIGHTS.values()]),
+        metrics=metrics,
+        verbose=False,
+        **arguments,
     )
 
 
-def test_weights_of_tokens_of_one_output_are_refused():
-    """Several outputs have one weight per example."""
+def test_weights_may_be_bools():
+    """The examples that are True count, in each output's loss and metrics too."""
+    keep = np.arange(12) % 2 == 0
+    trainer = trainer_of(dict, {"a": "mae"})
+    found = trainer.evaluate((X, Y, keep), global_batch=12)
+    alone = X[keep], {name: each[keep] for name, each in Y.items()}
+    assert found == pytest.approx(trainer_of(dict, {"a": "mae"}).evaluate(alone, global_batch=4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [pytest.param(dict, 3, marks=pytest.mark.thorough), (list, 1)]
+)
+def test_each_output_has_its_loss_and_metrics_as_in_compile(mirrored, kind, replicas):
+    """The numbers of training and of evaluation have the names and values of Keras's."""
+    form = dict if kind is dict else (lambda each: [*each.values()])
+    top = keras.metrics.SparseTopKCategoricalAccuracy(2, "top")
+    metrics = form({"a": "mae", "b": ["accuracy", top]})
+    model = two_heads(kind)
+    model.compile("sgd", form(LOSSES), loss_weights=form(WEIGHTS), metrics=metrics)
+    model.optimizer.learning_rate = 0.5
+    trainer = trainer_of(kind, metrics, strategy=mirrored(replicas) if replicas > 1 else "default")
+    data = X, (Y if kind is dict else tuple(Y.values()))
+    after = model.train_on_batch(X, form(Y), return_dict=True)
+    found = trainer.train_on_batch(data)
+
+    assert found == pytest.approx(
+        {name: np.float64(each) for name, each in after.items()}, rel=1e-5
+    )
+    after = model.evaluate(X, form(Y), batch_size=4, verbose=0, return_dict=True)
+    assert trainer.evaluate(data, global_batch=4) == pytest.approx(after, rel=1e-5)
+
+
+def test_losses_of_outputs_are_weighted_as_the_loss_is():
+    """With weights of examples, the loss is still the weighted sum of the outputs' losses, also where
+    an example that weighs nothing has a loss of NaN.
+    """
+    weight = np.arange(12, dtype=np.float32)
+    labels = Y | {"a": np.where(weight[:, None] == 0, np.nan, Y["a"]).astype(np.float32)}
+    found = trainer_of(dict, None).evaluate((X, labels, weight), global_batch=3)
+
+    assert set(found) == {"loss", "a_loss", "b_loss"}
+    assert found["loss"] == pytest.approx(0.25 * found["a_loss"] + 2.0 * found["b_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("metrics", [["mae"], {"aa": "mae"}, {"a": ["mae", "mae"]}])
+def test_metrics_that_fit_no_output_are_refused(metrics):
+    """By another structure, a name that no output has, and a name that stands twice."""
+    with pytest.raises(ValueError, match="`metrics` must"):
+        trainer_of(dict, metrics).evaluate((X, Y), global_batch=12)
+
+
+def test_functions_are_metrics_of_outputs():
+    """They are logged as OUTPUT_FUNCTION."""
+
+    def near(labels, outputs):
+        return tf.cast(tf.abs(labels - outputs) < 1.0, tf.float32)
+
+    inputs = keras.Input([2])
+    outputs = {name: keras.layers.Dense(1)(inputs) for name in ("a", "b")}
     trainer = Trainer(
-        model=two_heads,
+        model=lambda: keras.Model(inputs, outputs),
         optimizer="sgd",
-        loss_fn=LOSSES,
-        monitoring=Monitoring(check_gradients=False),
+        loss_fn={"a": "mse", "b": "mae"},
+        metrics={"a": near, "b": [near, "mse"]},
         verbose=False,
     )
-    with pytest.raises(ValueError, match="`sample_weight` must be one tensor; got a dict"):
-        trainer.train((X, Y, {"a": X[:, 0], "b": X[:, 0]}), steps=1, global_batch=12)
+    x, y = np.ones([4, 2], np.float32), np.zeros([4, 1], np.float32)
+    data = (x, {"a": y, "b": y})
+    trainer.train(data, steps=1, global_batch=4)
+    found = trainer.evaluate(data, global_batch=4)
+    predictions = trainer.predict(x, global_batch=4)
+    assert {"a_near", "b_near", "b_mse"} < set(found)
+    for name in ("a", "b"):
+        assert found[f"{name}_near"] == np.mean(np.abs(predictions[name]) < 1.0)

@@ -1,93 +1,109 @@
-"""Labels that Keras's metrics would broadcast are refused."""
+"""Metrics get a replica's share of a batch, and the weights that they take."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import linear_model
+from keras import ops
 
 from trainer import Trainer
-from trainer.losses.metric_shapes import CLASSES, check_metric_shapes, weights_for
+from trainer.losses.metric_updates import weights_for
 
-SMALL = np.ones([4, 1], np.float32)
-WRONG = [([4, 3], [4, 1]), ([4, 1], [4, 3]), ([4], [4, 3])]
-
-
-@pytest.mark.parametrize("metric_class", CLASSES)
-@pytest.mark.parametrize(("labels", "outputs"), WRONG)
-def test_keras_would_broadcast(metric_class, labels, outputs):
-    """Every metric that compares element by element refuses labels that it would repeat, and takes
-    those of the same shape; a last dimension of size 1 does not count.
-    """
-    with pytest.raises(ValueError, match="`metrics` must compare labels with outputs of the same"):
-        check_metric_shapes(metric_class(), tf.ones(labels), tf.ones(outputs))
-
-    check_metric_shapes(metric_class(), tf.ones([4, 3]), tf.ones([4, 3]))
-    check_metric_shapes(metric_class(), tf.ones([4]), tf.ones([4, 1]))
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=[13, 4]).astype("float32"), RNG.normal(size=[13, 1]).astype("float32")
 
 
-@pytest.mark.parametrize("kind", ["Categorical", "TopKCategorical"])
-@pytest.mark.parametrize("labels", [[8], [8, 1]])
-def test_class_numbers_have_metrics_of_their_own(kind, labels):
-    """The metric that is refused for class numbers is not the accuracy; the one that is named is."""
-    y = np.arange(8) % 3
-    outputs = tf.one_hot(y, 3)
-    wrong = getattr(keras.metrics, f"{kind}Accuracy")()
-    name = f"Sparse{kind}Accuracy"
-    with pytest.raises(ValueError, match=rf"keras\.metrics\.{name}\(\) for labels that are"):
-        check_metric_shapes(wrong, tf.reshape(y, labels), outputs)
-
-    right = getattr(keras.metrics, name)()
-    check_metric_shapes(right, tf.reshape(y, labels), outputs)
-    right.update_state(tf.reshape(y, labels), outputs)
-    assert float(right.result()) == 1.0
+def model():
+    """A sum."""
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1, kernel_initializer="ones")])
 
 
-def test_a_run_with_such_a_metric_is_refused():
-    """In training, with one output; the error has both shapes."""
-    trainer = Trainer(
-        model=linear_model,
-        optimizer="sgd",
-        loss_fn=lambda y, p: tf.reduce_mean(tf.abs(y - p), axis=1),
-        metrics=["mae"],
-        verbose=False,
-    )
-    with pytest.raises(ValueError, match="`metrics` must compare") as error:
-        trainer.train((SMALL, np.ones([4, 3], np.float32)), 1, global_batch=4)
-
-    assert str(error.value) == (
-        "`metrics` must compare labels with outputs of the same shape; got labels float32 "
-        "(None, 3) and outputs float32 (None, 1) for MeanAbsoluteError. Keras would repeat the "
-        "smaller, and compare labels with outputs of other places. Give them the same shape, or "
-        "override update_metrics(batch, outputs)."
-    )
+def share_error(y, p):
+    """The mean error of each example, divided by something that is 0 if there are no examples."""
+    return ops.abs(y - p)[:, 0] / ops.max(ops.ones_like(p))
 
 
-def test_a_metric_of_one_of_several_outputs_is_refused():
-    """In an evaluation, too."""
+class Deviation(keras.metrics.Metric):
+    """Adds up errors; creates its variables in its first update, and fails for no examples."""
 
-    def model():
-        x = keras.Input([1])
-        return keras.Model(x, {"a": keras.layers.Dense(1)(x), "b": keras.layers.Dense(3)(x)})
+    total = None
 
-    trainer = Trainer(
+    def update_state(self, y, p, sample_weight=None):
+        """Adds the errors of a batch."""
+        if self.total is None:
+            self.total, self.count = (self.add_variable((), "zeros", name=name) for name in "tc")
+        tf.debugging.assert_positive(tf.shape(p)[0])
+        self.total.assign_add(ops.sum(ops.abs(y - p)))
+        self.count.assign_add(ops.cast(ops.shape(y)[0], "float32"))
+
+    def result(self):
+        """The mean."""
+        return self.total / self.count
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("metric", [share_error, Deviation], ids=["function", "object"])
+def test_an_empty_share_is_left_out(mirrored, replicas, metric):
+    """The last batch has one example, so some shares have none; the result is that of one device."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    found = []
+    for strategy in ("default", mirrored(replicas)):
+        trainer = Trainer(
+            model=model,
+            optimizer=lambda: keras.optimizers.SGD(0.0),
+            loss_fn="mse",
+            metrics=[metric] if metric is share_error else lambda: {"m": Deviation(name="m")},
+            strategy=strategy,
+            verbose=False,
+        )
+        summary = trainer.train(data, steps=4)
+        [name] = set(trainer.evaluate(data)) - {"loss"}
+        found.append((trainer.evaluate(data)[name], summary.history[name][-1]))
+
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    assert found[0][0] == pytest.approx(np.mean(np.abs(X.sum(1) - Y[:, 0])), rel=1e-6)
+
+
+def rmse(y, p):
+    """One number for a batch."""
+    return ops.sqrt(ops.mean(ops.square(y - p)))
+
+
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_one_number_for_a_batch_is_refused_on_replicas(mirrored, in_dict):
+    """On one device it is the mean over batches, as in Keras."""
+    data = (X[:12], {"out": Y[:12]} if in_dict else Y[:12])
+    x = keras.Input([4])
+    settings = {"model": model, "loss_fn": "mse", "metrics": [rmse], "verbose": False}
+    if in_dict:
+        settings["model"] = lambda: keras.Model(x, {"out": model()(x)})
+        settings["loss_fn"], settings["metrics"] = {"out": "mse"}, {"out": [rmse]}
+    one = Trainer(**settings).evaluate(data, global_batch=4)
+    batches = (X[:12].sum(1) - Y[:12, 0]).reshape(3, 4)
+    with pytest.raises(ValueError, match="`metrics` must return one number per example"):
+        Trainer(**settings, strategy=mirrored(2)).evaluate(data, global_batch=4)
+
+    name = "out_rmse" if in_dict else "rmse"
+    assert one[name] == pytest.approx(np.mean(np.sqrt(np.mean(batches**2, axis=1))), rel=1e-6)
+
+
+class Largest(Deviation):
+    """The largest error: no sum."""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_added_states_are_warned_of(mirrored, caplog, replicas):
+    """Nothing tells whether a user's metric keeps sums; Keras adds what the replicas keep."""
+    Trainer(
         model=model,
-        loss_fn={"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
-        metrics={"b": keras.metrics.CategoricalAccuracy()},
+        loss_fn="mse",
+        metrics=lambda: {"m": Largest(name="largest")},
+        strategy=mirrored(replicas),
         verbose=False,
-    )
-    data = SMALL, {"a": SMALL, "b": np.arange(4) % 3}
-    with pytest.raises(ValueError, match=r"keras\.metrics\.SparseCategoricalAccuracy\(\)"):
-        trainer.evaluate(data, global_batch=4)
+    ).evaluate((X, Y), global_batch=12)
 
-
-def test_a_metric_of_the_users_may_broadcast():
-    """Its author has chosen to."""
-
-    class Own(keras.metrics.MeanAbsoluteError):
-        """A class of one's own."""
-
-    check_metric_shapes(Own(), tf.ones([4, 3]), tf.ones([4, 1]))
+    warned = "The variables of the metric 'largest' are added up over replicas"
+    assert (warned in caplog.text) == (replicas > 1)
 
 
 def test_weights_of_intersections_may_have_a_last_dimension_of_one():
@@ -106,15 +122,10 @@ def test_losses_without_outputs_have_no_metrics():
             return super().compute_loss(batch, training)[0]
 
     trainer = LossesAlone(
-        model=linear_model, optimizer="sgd", loss_fn="mse", metrics=["mae"], verbose=False
+        model=model, optimizer="sgd", loss_fn="mse", metrics=["mae"], verbose=False
     )
-    with pytest.raises(ValueError, match="must return") as caught:
-        trainer.train((SMALL, SMALL), steps=1, global_batch=4)
-    assert str(caught.value) == (
-        "`compute_loss` must return (losses, outputs) if there are metrics; got losses alone, and "
-        "metrics mae. They compare outputs with labels. Return the outputs as well, override "
-        "update_metrics(batch, aux), or leave the metrics out."
-    )
+    with pytest.raises(ValueError, match="`compute_loss` must return"):
+        trainer.train((X, Y), steps=1, global_batch=13)
 
 
 @pytest.mark.parametrize(
@@ -167,26 +178,15 @@ def test_weights_of_f_scores_may_have_a_last_dimension_of_one(average):
 
 def test_weights_of_f_scores_belong_to_examples():
     """Two dimensions would be summed with those of the outputs."""
-    metric = keras.metrics.F1Score()
-    with pytest.raises(ValueError, match="one for each example") as error:
-        weights_for(metric, tf.ones([2, 3]), tf.ones([2, 3]))
-    assert str(error.value) == (
-        "`metrics` must take the weights that the data have; got weights float32 (2, 3) for "
-        "F1Score, which takes one for each example. Leave the metric out, or override "
-        "update_metrics(batch, outputs)."
-    )
+    with pytest.raises(ValueError, match="`metrics` must take the weights"):
+        weights_for(keras.metrics.F1Score(), tf.zeros([2, 3]), tf.ones([2, 3]))
 
 
 def test_weights_of_intersections_are_not_truncated():
     """Keras makes integers of them by default."""
     metric = keras.metrics.BinaryIoU(name="iou")
-    with pytest.raises(ValueError, match="integers") as error:
+    with pytest.raises(ValueError, match="`metrics` must keep weights"):
         weights_for(metric, tf.constant([0, 1]), tf.constant([0.9, 0.9]))
-    assert str(error.value) == (
-        "`metrics` must keep the weights of the examples; got BinaryIoU 'iou', which counts in "
-        "integers and makes 0 of a weight of 0.9. Pass keras.metrics.BinaryIoU(..., "
-        'dtype="float32").'
-    )
     assert weights_for(metric, tf.constant([0, 1]), tf.constant([2, 0])).dtype == tf.int32
 
 

@@ -1,16 +1,21 @@
-"""A loss for each of several outputs, with weights: `compile(loss={...}, loss_weights={...})`."""
+"""A loss for each of several outputs, with weights and metrics, as in Keras's `compile`.
+
+compile(loss={...}, loss_weights={...}, metrics={"a": ["mae"]})
+"""
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
-from scaling.base.argument_checks import is_number, shown
+from scaling.base.argument_checks import shown
 from trainer.base.autograph import without_autograph
+from trainer.fingerprint import is_function
 from trainer.losses.loss_fn import LossFunction, example_losses, ignore_class_of
-from trainer.losses.loss_shapes import name_of
+from trainer.losses.metric_updates import update_share, weights_for
+from trainer.losses.shapes import check_metric_shapes, name_of
 
 Key: TypeAlias = str | int  # the name of an output in a dict, or its place in a list
 
@@ -73,20 +78,9 @@ class OutputLosses:
         found = self.found_in(values)
         if found is not None and set(keys) <= found.keys():
             return found
-        wanted = (
-            f"the names {sorted(map(str, keys))}"
-            if self.count is None
-            else (f"{self.count} of them, in a tuple")
-        )
-        kind, compares = (
-            ("losses", "loss compares") if argument == "loss_fn" else ("metrics", "metric compares")
-        )
-        got = structure_of(values if found is None else found)
         raise ValueError(
-            f"`{argument}` must have the structure of the {what}; got {kind} for {wanted}, and "
-            f"{got} as {what}. Each {compares} one output with its own labels. "
-            "Name the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with "
-            f"these names as labels and as {argument}; or use lists for all three."
+            f"`{argument}` must have the structure of the {what}; got {sorted(map(str, keys))} and "
+            f"{structure_of(values if found is None else found)} as {what}"
         )
 
     def found_in(self, values: Any) -> Mapping[Key, Any] | None:
@@ -172,24 +166,14 @@ def resolve_output_losses(
         TypeError, ValueError: for losses or weights that cannot be used.
     """
     if reduction != "mean":
-        raise ValueError(
-            f"`loss_fn` must be one loss with reduction={reduction!r}; got "
-            f"{structure_of(loss_fn)}. Several losses are added up for each example. Pass a "
-            "function of (y_true, y_pred), or override compute_loss."
-        )
+        raise ValueError(f"`loss_fn` must be one loss with reduction={reduction!r}")
     keyed = dict(loss_fn if isinstance(loss_fn, Mapping) else enumerate(loss_fn))
     losses = {key: resolve(each) for key, each in keyed.items() if each is not None}
-    if not losses or any(is_several(each) or not callable(each) for each in losses.values()):
-        raise TypeError(
-            f"`loss_fn` must hold a loss, or its name, for each output; got {shown(loss_fn)}. Each "
-            'output has its own loss. Pass {"a": "mse", "b": keras.losses.Huber()}, for example.'
-        )
     for key, loss in losses.items():
         if ignore_class_of(loss) is not None:
+            # The outputs would be averaged over different numbers of labels.
             raise ValueError(
-                f"`loss_fn` must not ignore a class of one of several outputs; got {name_of(loss)} "
-                f"with ignore_class={ignore_class_of(loss)} for {key!r}. The outputs would be "
-                "averaged over different numbers of labels. Override compute_loss."
+                f"`loss_fn` must ignore no class of one of several outputs; got {key!r}"
             )
     count = None if isinstance(loss_fn, Mapping) else len(keyed)
     return OutputLosses(losses, weights_by_key(loss_fn, loss_weights, losses), count)
@@ -209,26 +193,135 @@ def weights_by_key(
         given = dict(enumerate(loss_weights)) if fits else {}
     if not fits:
         raise ValueError(
-            f"`weights` must have the structure of `loss_fn`; got {shown(loss_weights)} for "
-            f"{structure_of(loss_fn)}. Each weight multiplies one loss. Pass a weight for each "
-            "loss; in a dict, those that are left out are 1."
+            f"`weights` must have the structure of `loss_fn`; got {shown(loss_weights)}"
         )
-    for key, weight in given.items():
-        if not is_number(weight) or not math.isfinite(weight):
-            raise ValueError(
-                f"`weights` must hold finite numbers; got {shown(weight)} for {key!r}. Each "
-                "weight multiplies one loss. Pass 1.0 for a loss that is to stay as it is."
-            )
     return {key: float(given.get(key, 1.0)) for key in losses}
 
 
 def check_loss_weights(loss_fn: object, loss_weights: object) -> None:
     """Raises ValueError if there are weights, but not a loss for each output."""
     if loss_weights is not None and not is_several(loss_fn):
-        found = name_of(loss_fn) if callable(loss_fn) else repr(loss_fn)
         raise ValueError(
-            f"`weights` must be None unless `loss_fn` has a loss for each output; got "
-            f"{shown(loss_weights)} with loss_fn={found}. Each weight multiplies one output's "
-            "loss. "
-            'Pass loss_fn={"a": "mse", "b": "mae"}, for example.'
+            "`weights` must be None unless `loss_fn` has a loss for each output; got "
+            f"{shown(loss_weights)}"
         )
+
+
+def metrics_by_output(metrics: Any, losses: OutputLosses) -> dict[Key, list[Any]]:
+    """Returns the metrics of each output, as they were given.
+
+    Args:
+        metrics: a dict of output names, or a list with an entry for each output; an entry is a
+            metric, its name, or a list of these. None is no metrics.
+        losses: the losses of the outputs.
+
+    Raises:
+        ValueError: if `metrics` has another structure than `loss_fn`.
+    """
+    if not metrics:
+        return {}
+    if losses.count is None:
+        found = dict(metrics) if isinstance(metrics, Mapping) else None
+    else:
+        in_order = isinstance(metrics, (list, tuple)) and len(metrics) == losses.count
+        found = dict(enumerate(metrics)) if in_order else None
+    if found is None:
+        raise ValueError(
+            f"`metrics` must have the structure of `loss_fn`; got {type(metrics).__name__}"
+        )
+    return {key: entry_of(each) for key, each in found.items()}
+
+
+def entry_of(metrics: Any) -> list[Any]:
+    """Returns the metrics of one output in a list."""
+    if metrics is None:
+        return []
+    return list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
+
+
+def shape_of_output(model: Any, key: Key, losses: OutputLosses) -> Any:
+    """Returns the static shape of a functional model's output, or None if it is not known."""
+    outputs = losses.found_in(getattr(model, "output", None)) or {}
+    return getattr(outputs.get(key), "shape", None)
+
+
+def prefix_of(model: Any, key: Key) -> str:
+    """Returns what an output is called in the log: its key, or in a list its name in the model."""
+    if isinstance(key, str):
+        return key
+    names = getattr(model, "output_names", None)
+    return str(names[key]) if names and key < len(names) else f"output_{key}"
+
+
+def entries_by_name(
+    metrics: Any, losses: OutputLosses, model: Any, *, with_losses: bool
+) -> dict[str, tuple[Key, Any]]:
+    """Returns the key of the output and the metric behind each name in the log, as Keras names it.
+
+    Args:
+        metrics: an argument that `metrics_by_output` accepts.
+        losses: the losses of the outputs.
+        model: the model, which is built.
+        with_losses: whether to add the mean of each output's loss, with None as its metric, if
+            there are several.
+
+    Raises:
+        ValueError: if two metrics have the same name.
+    """
+    given = metrics_by_output(metrics, losses)
+    found: dict[str, tuple[Key, Any]] = {}
+    if with_losses and len(losses.losses) > 1:
+        found = {f"{prefix_of(model, key)}_loss": (key, None) for key in losses.losses}
+    for key, entry in given.items():
+        for metric in entry:
+            name = f"{prefix_of(model, key)}_{key_of(metric)}"
+            if name in found:
+                raise ValueError(f"`metrics` must have a name each; got {shown(name)} twice")
+            found[name] = key, metric
+    return found
+
+
+def key_of(metric: Any) -> str:
+    """Returns the name under which a metric in a list is logged, as in Keras."""
+    if isinstance(metric, str):
+        return metric
+    return name_of(metric).strip("<>") if is_function(metric) else str(metric.name)
+
+
+def update_by_output(
+    metrics: Mapping[str, keras.metrics.Metric],
+    entries: Mapping[str, tuple[Key, Any]],
+    losses: OutputLosses,
+    y: Any,
+    outputs: Any,
+    sample_weight: tf.Tensor | None,
+) -> None:
+    """Updates the metrics of each output with its labels and its values.
+
+    Args:
+        metrics: the metrics, keyed by name.
+        entries: what `entries_by_name` returned.
+        losses: the losses of the outputs.
+        y: the labels, in the structure of the losses.
+        outputs: the model's outputs, in the structure of the losses.
+        sample_weight: shape (examples,), or None.
+
+    Raises:
+        ValueError: if an output that has metrics is missing among the labels or the outputs.
+    """
+    keys = {key for key, _ in entries.values()}
+    labels = losses.by_key("labels", y, keys, "metrics")
+    values = losses.by_key("outputs", outputs, keys, "metrics")
+    for name, (key, metric) in entries.items():
+        if metric is None:
+            found = example_losses(losses.losses[key], labels[key], values[key])
+            weight = tf.ones_like(found)
+            if sample_weight is not None:
+                weight = tf.cast(tf.reshape(sample_weight, tf.shape(found)), found.dtype)
+            # As in the loss, the sign counts, and an example without weight adds nothing.
+            found = tf.math.multiply_no_nan(found, tf.sign(weight))
+            metrics[name].update_state(found, sample_weight=tf.abs(weight))
+        else:
+            check_metric_shapes(metrics[name], labels[key], values[key])
+            weights = weights_for(metrics[name], labels[key], sample_weight)
+            update_share(metrics[name], labels[key], values[key], sample_weight=weights)

@@ -1,7 +1,8 @@
-"""The shapes of labels and outputs that Keras's own losses compare, checked while a step is traced.
+"""The shapes that Keras's own losses and metrics compare, checked while a step is traced.
 
 Keras broadcasts labels of another shape without a word: each label is then compared with outputs
-that it does not belong to, and the loss is a wrong number.
+that it does not belong to, and the loss is a wrong number. With class numbers as labels,
+`CategoricalAccuracy` is a number that means nothing.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,10 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user
-from trainer.losses.default_batch import described, from_library, reason_in
 from trainer.step.losses import assert_shapes
 
 # Losses that compare a label with the output at the same place, by class and as a function.
-ELEMENTWISE = (
+LOSSES = (
     "BinaryCrossentropy",
     "BinaryFocalCrossentropy",
     "CategoricalFocalCrossentropy",
@@ -48,7 +48,7 @@ LABELS_OF_LOSS = {
     "SparseCategoricalCrossentropy": "sparse",
     "sparse_categorical_crossentropy": "sparse",
 }
-CLASSES = tuple(getattr(keras.losses, name) for name in ELEMENTWISE)
+CLASSES = tuple(getattr(keras.losses, name) for name in LOSSES)
 FUNCTIONS = tuple(each().fn for each in CLASSES)
 
 
@@ -58,7 +58,7 @@ def is_elementwise(loss_fn: Any) -> bool:
 
 
 def keras_loss(loss_fn: Any, call: Callable[..., Any], y: Any, predictions: Any) -> Any:
-    """Calls a loss of Keras; its errors about what it is given say what that was.
+    """Calls a loss of Keras, on labels and outputs that it does not broadcast.
 
     Args:
         loss_fn: the loss.
@@ -69,37 +69,21 @@ def keras_loss(loss_fn: Any, call: Callable[..., Any], y: Any, predictions: Any)
     Raises:
         ValueError: if labels and outputs do not fit each other.
     """
-    check_same_shape(loss_fn, y, predictions)
-    check_class_numbers(loss_fn, y, predictions)
-    try:
-        with tf.control_dependencies(assertions(loss_fn, y, predictions)):
-            return call_user(call, y, predictions)
-    except Exception as error:
-        if not from_library(error):
-            raise
-        raise ValueError(
-            f"`loss_fn` must fit the labels and the outputs; got labels {described(y)} and outputs "
-            f"{described(predictions)}. {name_of(loss_fn)} raised {type(error).__name__}: "
-            f"{reason_in(str(error))}. Compare the labels with what this loss takes."
-        ) from error
-
-
-def check_same_shape(loss_fn: Any, y: Any, predictions: Any) -> None:
-    """Raises ValueError if Keras would broadcast labels or outputs to another shape.
-
-    A last dimension of size 1 that only one of them has does not count, as in Keras.
-    """
     if is_elementwise(loss_fn) and would_repeat(y, predictions):
         raise ValueError(
-            f"`loss_fn` must compare labels with outputs of the same shape; got labels "
-            f"{described(y)} and outputs {described(predictions)} for {name_of(loss_fn)}. Keras "
-            "would repeat the smaller, and compare labels with outputs of other places. Give the "
-            "model as many outputs as there are labels, or pass a function that repeats them."
+            "`loss_fn` must compare labels and outputs of one shape; got labels "
+            f"{described(y)} and outputs {described(predictions)} for {name_of(loss_fn)}"
         )
+    check_class_numbers(loss_fn, y, predictions)
+    with tf.control_dependencies(assertions(loss_fn, y, predictions)):
+        return call_user(call, y, predictions)
 
 
 def would_repeat(y: Any, predictions: Any) -> bool:
-    """Returns whether labels and outputs have static shapes of which one would be broadcast."""
+    """Returns whether labels and outputs have static shapes of which one would be broadcast.
+
+    A last dimension of size 1 that only one of them has does not count, as in Keras.
+    """
     if not (tf.is_tensor(y) and tf.is_tensor(predictions)):
         return False
     one, other = y.shape, predictions.shape
@@ -122,10 +106,8 @@ def check_class_numbers(loss_fn: Any, y: Any, predictions: Any) -> None:
     one, other = y.shape.rank, predictions.shape.rank
     if one is not None and other is not None and one != other - 1:
         raise ValueError(
-            "`loss_fn` must compare the number of a class with its outputs; got labels "
-            f"{described(y)} and outputs {described(predictions)} for {name_of(loss_fn)}. Keras "
-            "would compare the label of each example with the outputs of all. Give the labels one "
-            "dimension less than the outputs: y[:, 0], or y.argmax(-1) of one-hot labels."
+            "`loss_fn` must get class numbers with one dimension less than the outputs; got labels "
+            f"{described(y)} for {described(predictions)}"
         )
 
 
@@ -142,10 +124,7 @@ def assertions(loss_fn: Any, y: Any, predictions: Any) -> list[tf.Operation]:
     if one[1:].is_fully_defined() and other[1:].is_fully_defined():
         return []
     shapes = [tf.shape(y), tf.shape(predictions)]
-    rule = (
-        "`loss_fn` must compare labels with outputs of the same shape, which "
-        f"{name_of(loss_fn)} of Keras does not check. Labels, outputs:"
-    )
+    rule = f"`loss_fn` must compare labels and outputs of one shape ({name_of(loss_fn)}); got"
     return assert_shapes(tf.reduce_all(tf.equal(*shapes)), [rule, *shapes])
 
 
@@ -154,3 +133,64 @@ def name_of(loss_fn: Any) -> str:
     if isinstance(loss_fn, keras.losses.Loss):
         return type(loss_fn).__name__
     return str(getattr(loss_fn, "__name__", None) or type(loss_fn).__name__)
+
+
+# Metrics that compare a label with the output at the same place.
+METRICS = (
+    "Accuracy",
+    "BinaryAccuracy",
+    "BinaryCrossentropy",
+    "CategoricalAccuracy",
+    "CategoricalCrossentropy",
+    "CategoricalHinge",
+    "ConcordanceCorrelation",
+    "CosineSimilarity",
+    "F1Score",
+    "FBetaScore",
+    "Hinge",
+    "KLDivergence",
+    "LogCoshError",
+    "MeanAbsoluteError",
+    "MeanAbsolutePercentageError",
+    "MeanSquaredError",
+    "MeanSquaredLogarithmicError",
+    "PearsonCorrelation",
+    "Poisson",
+    "R2Score",
+    "RootMeanSquaredError",
+    "SquaredHinge",
+    "TopKCategoricalAccuracy",
+)
+METRIC_CLASSES = tuple(getattr(keras.metrics, name) for name in METRICS)
+
+
+def check_metric_shapes(metric: keras.metrics.Metric, y: Any, outputs: Any) -> None:
+    """Raises ValueError if one of Keras's metrics would broadcast labels or outputs.
+
+    Args:
+        metric: the metric.
+        y: the labels.
+        outputs: the outputs.
+    """
+    if type(metric) in METRIC_CLASSES and would_repeat(y, outputs):
+        raise ValueError(
+            f"`metrics` must compare labels and outputs of one shape; got labels {described(y)} "
+            f"and outputs {described(outputs)} for {type(metric).__name__}"
+        )
+
+
+def described(batch: Any) -> str:
+    """Returns the dtypes and shapes of a batch as text.
+
+    Example:
+        >>> described((tf.ones([4, 1]), {"ids": tf.ones([4], tf.int32)}))
+        "(float32 (4, 1), {'ids': int32 (4,)})"
+    """
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{key!r}: {described(batch[key])}" for key in batch) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(described, batch)) + ")"
+    if getattr(batch, "dtype", None) is None:
+        return str(batch)
+    shape = batch.shape
+    return f"{tf.as_dtype(batch.dtype).name} {tuple(shape) if shape.rank is not None else shape}"

@@ -1,4 +1,4 @@
-"""Which versions of TensorFlow and Keras are accepted, and what an import says about others."""
+"""What an import says about other modules of our packages' names, and about other versions."""
 
 import importlib.metadata
 import os
@@ -11,19 +11,9 @@ import keras
 import pytest
 import tensorflow as tf
 
-from trainer.base.supported_versions import (
-    SUPPORTED,
-    check_versions,
-    installed,
-    numbers,
-)
+from trainer.base.at_import import SUPPORTED, check_siblings, check_versions, installed, numbers
 
 ROOT = pathlib.Path(__file__).parents[3]
-WHY = (
-    " halfstep uses private names of TensorFlow and Keras, which change between versions, and its "
-    "numbers were compared with these versions only. Run pip install 'tensorflow>=2.19,<2.22' "
-    "'keras>=3.15,<3.16'."
-)
 
 
 def test_the_bounds_are_those_of_the_package():
@@ -60,10 +50,7 @@ def test_bounds(package, version, accepted):
     with pytest.raises(ImportError) as refused:
         check_versions({package: version})
 
-    assert (
-        str(refused.value)
-        == f"halfstep needs {package}>={first},<{end}; got {package} {version}." + WHY
-    )
+    assert f"{package}>={first},<{end}; got {package} {version}" in str(refused.value)
     assert refused.value.name == package
 
 
@@ -105,5 +92,45 @@ def test_an_import_with_another_version(package, tmp_path):
 
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
-        f"ImportError: halfstep needs {package}>={first},<{end}; got {package} {got}." + WHY
+        f"ImportError: halfstep needs {package}>={first},<{end}; got {package} {got}"
     )
+
+
+def test_our_own_packages_are_accepted():
+    """In this checkout each name leads to our package."""
+    check_siblings(ROOT)
+
+
+@pytest.mark.parametrize("name", ["scaling", "strategies"])
+def test_another_module_of_the_name_is_an_error_that_names_it(name, tmp_path):
+    """A user's own scaling.py beside the script comes first; `import trainer` says which file it is,
+    before TensorFlow is imported.
+    """
+    (tmp_path / f"{name}.py").write_text("x = 1\n")
+    (tmp_path / "script.py").write_text("import trainer\n")
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+    assert result.returncode == 1
+    assert f"`import {name}` finds {tmp_path / name}.py" in result.stderr.splitlines()[-1]
+    assert "tensorflow" not in result.stderr
+
+
+def test_a_tree_of_linked_files_is_accepted(tmp_path, monkeypatch):
+    """Strict editable installs and build systems link each file: the folder counts, not the file's
+    origin.
+    """
+    for name in ("scaling", "strategies"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").symlink_to(ROOT / name / "__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("scaling", "strategies"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    check_siblings(tmp_path)
