@@ -87,7 +87,6 @@ def test_state_is_unavailable_before_any_data(name, ask):
         {"precision": "fp16"},
         {"loss_scale": 1000},
         {"loss_scale": "dynamite"},
-        {"loss_scale": [1]},
         {"jit_compile": "yes"},
         {"metrics": 1},
         {"num_microbatches": 0},
