@@ -74,5 +74,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", loss_scale="dynamic", initial_scale=2.0**24, steps=600)
+    define_flags(precision="mixed_float16", loss_scale="dynamic:initial_scale=2^24", steps=600)
     app.run(main)

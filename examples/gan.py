@@ -102,7 +102,7 @@ def main(_):
 if __name__ == "__main__":
     define_flags(
         precision="mixed_float16",
-        initial_scale=2.0**24,
+        loss_scale="dynamic:initial_scale=2^24",
         steps=2000,
         global_batch=256,
         seed=1,  # adversarial training does not converge with every seed

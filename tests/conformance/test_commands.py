@@ -86,7 +86,7 @@ def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("root")
     for name in ("benchmarks", "examples", "scaling", "strategies", "trainer"):
         shutil.copytree(ROOT / name, folder / name)
-    digits = "python examples/digits.py --steps=60 --record_gradients --model_dir="
+    digits = "python examples/digits.py --steps=60 --monitoring.record_gradients --model_dir="
     run(f"{digits}run", folder)
     run(f"{digits}runs/digits", folder)
     return folder

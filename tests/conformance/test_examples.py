@@ -116,7 +116,7 @@ def test_a_run_is_repeated_from_its_flags(tmp_path):
     settings = ["--steps=20", "--seed=7", "--log_interval=20", "--precision=float32"]
     first = run("digits.py", f"--model_dir={tmp_path}", *settings)
     repeated = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
-    more = ["--steps=30", "--allow_changes=optimizer"]
+    more = ["--steps=30", "--checkpoints.allow_changes=optimizer"]
     longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", *more)
 
     assert first[-1] == repeated[-1]
@@ -329,8 +329,8 @@ PUBLISHED = {
 def test_published_loops_learn_in_float16(script, replicas):
     """Each published loop learns in float16 with a loss scale, on one replica and on two."""
     steps, pattern, holds = PUBLISHED[script]
-    several = ["--distribution_strategy=mirrored", f"--logical_cpus={replicas}"]
-    shown = ["--verbose=normal", f"--train_steps={steps}"]
+    several = ["--strategy=mirrored", f"--logical_cpus={replicas}"]
+    shown = ["--verbose=normal", f"--steps={steps}"]
     lines = run(script, *shown, *(several if replicas > 1 else []))
 
     assert any("mixed_float16, DynamicLossScale" in line for line in lines)

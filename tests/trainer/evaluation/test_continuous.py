@@ -265,7 +265,7 @@ def test_two_processes(tmp_path):
     """
     run = tmp_path / "run"
     following = start(run, "--mode=eval", "--continuous")
-    training = start(run, "--mode=train", "--max_to_keep=3")
+    training = start(run, "--mode=train", "--checkpoints.max_to_keep=3")
     said = [process.communicate(timeout=300)[0] for process in (training, following)]
     assert (training.returncode, following.returncode) == (0, 0), said
     expected, found = validation(run), validation(run / "eval")

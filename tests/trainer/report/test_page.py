@@ -69,10 +69,10 @@ def test_a_section_without_data_names_the_flag_that_records_it(tmp_path):
     for sentence in (
         "<code>eval_interval=N</code> (<code>--eval_interval=N</code>) evaluates it every N steps.",
         "This section needs the largest gradient of each step. "
-        "<code>record_gradients=True</code> (<code>--record_gradients</code>) records it.",
-        "<code>record_gradients=True</code> (<code>--record_gradients</code>) records it at every log line.",
+        "<code>Monitoring(record_gradients=True)</code> records it.",
+        "<code>Monitoring(record_gradients=True)</code> records it at every log line.",
         "This section needs the magnitudes of the gradients. "
-        "<code>record_gradients=True</code> (<code>--record_gradients</code>) records them.",
+        "<code>Monitoring(record_gradients=True)</code> records them.",
         "No learning rate has been recorded.",
         "No step was skipped.",
         "This run recorded its scale only at log lines and skipped steps",
