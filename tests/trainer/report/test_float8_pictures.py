@@ -103,7 +103,7 @@ def test_without_float8_there_are_no_pictures(tmp_path):
     [
         (
             {"saturated": None, "flushed": None},
-            "was not counted. <code>record_gradients=True</code>",
+            "was not counted. <code>Monitoring(record_gradients=True)</code>",
         ),
         ({}, "No recorded numbers were not 0 and became 0"),
         ({"flushed": 0.5}, "float8_flushed"),
