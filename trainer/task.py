@@ -9,7 +9,6 @@ import tensorflow as tf
 from trainer.base.argument_checks import as_python
 from trainer.base.autograph import call_user, without_autograph
 from trainer.callbacks.callback import check_hooks
-from trainer.config.resolve import resolve_loss
 from trainer.losses.default_batch import check_class_weight, class_factors, unpack
 from trainer.losses.loss_fn import (
     example_losses,
@@ -39,6 +38,7 @@ from trainer.losses.outputs import (
 from trainer.losses.settings import Losses
 from trainer.losses.shapes import check_metric_shapes
 from trainer.losses.value_checks import LabelRange, label_ranges
+from trainer.run.resolve import resolve_loss
 from trainer.step.checks import check_own_steps
 from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import ones

@@ -31,20 +31,6 @@ from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitoring import Monitoring
 from trainer.checkpoint.best import export_model
 from trainer.checkpoint.settings import Checkpoints
-from trainer.config.resolve import (
-    LossScaleArgument,
-    check_background,
-    check_not_in_train,
-    check_one_process,
-    check_recordable,
-    dtype_policy,
-    resolve_folder,
-    resolve_precision,
-    resolve_rule,
-    resolve_strategy,
-    warn_of_conflicts,
-    warn_of_other_policy,
-)
 from trainer.data.batches import (
     Batches,
     are_arrays,
@@ -113,7 +99,21 @@ from trainer.run.follow import calls_of
 from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
-from trainer.run.protocol import Parts
+from trainer.run.parts import Parts
+from trainer.run.resolve import (
+    LossScaleArgument,
+    check_background,
+    check_not_in_train,
+    check_one_process,
+    check_recordable,
+    dtype_policy,
+    resolve_folder,
+    resolve_precision,
+    resolve_rule,
+    resolve_strategy,
+    warn_of_conflicts,
+    warn_of_other_policy,
+)
 from trainer.run.stop_signals import StopSignals
 from trainer.step import StepReport, attempt_step
 from trainer.step.plan import keeping_rows

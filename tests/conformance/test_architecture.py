@@ -25,8 +25,14 @@ def floors():
 
 
 def imports(path):
-    """The modules of ours that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The modules of ours that a file imports, but for those that only its annotations name."""
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

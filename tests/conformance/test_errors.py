@@ -102,7 +102,6 @@ CASES = [
     ("divergence", lambda: make(monitoring=Monitoring(divergence=Divergence(loss_above=100.0)))),
     ("init_from_skip", lambda: make(checkpoints=Checkpoints(init_from_skip=["head/"]))),
     ("max_records", lambda: make(skips=Skips(max_records=5))),
-    ("on_stuck", lambda: train(model=tf.Module, skips=Skips(on_stuck="float32"))),
     ("averaged", lambda: predict(averaged=True)),
     # Data that is not what it seems.
     ("train_data", lambda: train((ONES, ONES[:2]), 1)),

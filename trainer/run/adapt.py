@@ -8,7 +8,7 @@ may have changed: see `code_version`. For variables that are frozen or unfrozen 
 
 import math
 import sys
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import keras
 from absl import logging
@@ -27,7 +27,7 @@ from trainer.run.build import (
     plan_evaluation,
 )
 from trainer.run.learning_rates import learning_rates
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.run.slots import (
     check_keeps_variables,
     make_slots,
@@ -42,6 +42,9 @@ from trainer.step.checks import check_built_model
 from trainer.step.held_back import frozen_or_unfrozen, name_of_variable
 from trainer.step.objective import optimizers_in
 from trainer.step.types import Batch, Variable
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class Setup(NamedTuple):
@@ -65,7 +68,7 @@ class Setup(NamedTuple):
         return next(iter(found), None if rates[0] == rates[1] else "optimizer.learning_rate")
 
 
-def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
+def setup_of(plan: StepPlan, trainer: "Trainer") -> Setup:
     """Returns what a step is set to now."""
     optimizers = [one for each in plan.objectives for one in optimizers_in(each.optimizer)]
     rates = tuple((one, learning_rate_setting(one)) for one in optimizers)
@@ -78,7 +81,7 @@ def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
     return Setup(trained, rates, declared, code_version(trainer), executed_cell())
 
 
-def code_version(trainer: RunnableTrainer) -> object:
+def code_version(trainer: "Trainer") -> object:
     """Returns another value whenever the code that a step was traced from may have changed.
 
     That is after `retrace`, after an attribute of the trainer was set, in each executed cell of
@@ -115,7 +118,7 @@ def must_look_again(plan: StepPlan, before: Setup) -> bool:
 
 
 def adapted(
-    trainer: RunnableTrainer, parts: Parts, before: Setup, *, training: bool
+    trainer: "Trainer", parts: Parts, before: Setup, *, training: bool
 ) -> tuple[Parts, Setup]:
     """Returns a trainer's parts for its model and optimizers as they are now.
 
@@ -164,7 +167,7 @@ def adapted(
     return parts, setup_of(plan, trainer)
 
 
-def check_not_replaced(trainer: RunnableTrainer, plan: StepPlan) -> None:
+def check_not_replaced(trainer: "Trainer", plan: StepPlan) -> None:
     """Raises ValueError if a trainer has another model or optimizer than it was built with."""
     planned = {id(each.optimizer) for each in plan.objectives}
     same_optimizers = planned <= {*map(id, optimizers_of(trainer).values())}
@@ -174,7 +177,7 @@ def check_not_replaced(trainer: RunnableTrainer, plan: StepPlan) -> None:
     raise ValueError(f"`{name}` must not be replaced once it is used: make another Trainer")
 
 
-def with_metric_variables(trainer: RunnableTrainer, parts: Parts, batch: Batch) -> Parts:
+def with_metric_variables(trainer: "Trainer", parts: Parts, batch: Batch) -> Parts:
     """Returns the parts after metrics have got their variables, which `predict` does not need."""
     with trainer.strategy.scope():
         if not create_metric_variables(trainer, parts.metrics, batch):
@@ -184,7 +187,7 @@ def with_metric_variables(trainer: RunnableTrainer, parts: Parts, batch: Batch) 
     return parts._replace(checkpoints=checkpoints)  # which restores its newest checkpoint
 
 
-def restored_again(trainer: RunnableTrainer, parts: Parts, before_setup: Setup) -> Parts:
+def restored_again(trainer: "Trainer", parts: Parts, before_setup: Setup) -> Parts:
     """Restores the newest checkpoint for a call of `train` to which an earlier one has left that.
 
     The checkpoint is from a later step than the program has repeated, and holds what the program
@@ -207,13 +210,13 @@ def restored_again(trainer: RunnableTrainer, parts: Parts, before_setup: Setup) 
     return parts
 
 
-def with_new_evaluator(trainer: RunnableTrainer, parts: Parts) -> Parts:
+def with_new_evaluator(trainer: "Trainer", parts: Parts) -> Parts:
     """Returns parts whose evaluator traces the model again."""
     task = trainer, parts.plan, trainer.eval_step, parts.state, parts.stop
     return parts._replace(evaluator=Evaluator(*task))
 
 
-def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts:
+def followed(trainer: "Trainer", parts: Parts, *, clean_up: bool) -> Parts:
     """Restores the newest checkpoint, if it is not the one that was restored last.
 
     Args:
@@ -245,7 +248,7 @@ def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts
     return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics))
 
 
-def check_trained_as_saved(trainer: RunnableTrainer, parts: Parts) -> None:
+def check_trained_as_saved(trainer: "Trainer", parts: Parts) -> None:
     """Raises ValueError if a resumed run would train other variables than its checkpoint did.
 
     A change in this process, after the checkpoint was restored, is meant.
@@ -262,7 +265,7 @@ def check_trained_as_saved(trainer: RunnableTrainer, parts: Parts) -> None:
     )
 
 
-def check_unchanged(trainer: RunnableTrainer, parts: Parts, before: Setup) -> None:
+def check_unchanged(trainer: "Trainer", parts: Parts, before: Setup) -> None:
     """Raises ValueError if a hook or an action has changed what the step was traced with."""
     now = setup_of(parts.plan, trainer)
     keep_rates_tracked(before, now)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import keras
 import numpy as np
@@ -20,7 +20,6 @@ from trainer.checkpoint import CheckpointSaver
 from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
-from trainer.config.resolve import dtype_policy
 from trainer.evaluation.evaluator import Evaluator
 from trainer.evaluation.no_writes import generators_in
 from trainer.fingerprint import (
@@ -44,14 +43,14 @@ from trainer.losses.value_checks import checked
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
 from trainer.run.declared import declared_by, loss_of
-from trainer.run.protocol import (
+from trainer.run.parts import (
     Metrics,
     Parts,
     PendingSteps,
-    RunnableTrainer,
     RunSteps,
     Slots,
 )
+from trainer.run.resolve import dtype_policy
 from trainer.run.roots import roots_of
 from trainer.run.slots import (
     make_slots,
@@ -73,6 +72,9 @@ from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, warn_of_plain_step
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 # A function of (batch, training) that calls the model, which then creates its variables.
 Forward = Callable[..., Any]
 
@@ -88,9 +90,7 @@ class PartsOfPlan(TypedDict):
     recorder: FlightRecorder | None
 
 
-def build(
-    trainer: RunnableTrainer, batch: Batch, forward: Forward, *, training: bool = True
-) -> Parts:
+def build(trainer: "Trainer", batch: Batch, forward: Forward, *, training: bool = True) -> Parts:
     """Builds the parts of a trainer, checks them, and restores a checkpoint if there is one.
 
     Args:
@@ -158,7 +158,7 @@ def warn_of_another_model(checkpoints: CheckpointSaver, declared: Fingerprint) -
             logging.warning("%s was %s in %s and is %s now", place, was, checkpoints.latest, now)
 
 
-def give_saved_slots(trainer: RunnableTrainer, checkpoints: CheckpointSaver) -> bool:
+def give_saved_slots(trainer: "Trainer", checkpoints: CheckpointSaver) -> bool:
     """Gives the optimizers slots for all variables for which the newest checkpoint has some.
 
     A run whose layers were unfrozen between two calls begins frozen when its program is started
@@ -171,12 +171,12 @@ def give_saved_slots(trainer: RunnableTrainer, checkpoints: CheckpointSaver) -> 
     return wanted is not None and make_slots(trainer, wanted)
 
 
-def can_train(trainer: RunnableTrainer) -> bool:
+def can_train(trainer: "Trainer") -> bool:
     """Returns whether a trainer, whose model is built, has an optimizer and anything to train."""
     return trainer.has_optimizer and bool(trainer.model.trainable_variables)
 
 
-def load_initial_weights(trainer: RunnableTrainer, *, clean_up: bool) -> None:
+def load_initial_weights(trainer: "Trainer", *, clean_up: bool) -> None:
     """Loads the weights at `init_from` into the model, unless the run has a checkpoint of its own.
 
     Args:
@@ -212,7 +212,7 @@ def holds_copies(optimizer: keras.optimizers.Optimizer, model: Model) -> bool:
 
 
 def parts_of_plan(
-    trainer: RunnableTrainer,
+    trainer: "Trainer",
     plan: StepPlan,
     state: TrainState,
     stop: tf.Variable,
@@ -246,7 +246,7 @@ def parts_of_plan(
 
 
 def make_loop(
-    trainer: RunnableTrainer,
+    trainer: "Trainer",
     step: Callable[[Any], StepReport],
     plan: StepPlan,
     state: TrainState,
@@ -272,7 +272,7 @@ def make_loop(
     return traced, pending
 
 
-def build_metrics(trainer: RunnableTrainer) -> Metrics:
+def build_metrics(trainer: "Trainer") -> Metrics:
     """Creates one set of metrics for training and another for evaluation."""
     made = Metrics(trainer.build_metrics(), trainer.build_metrics())
     for metrics in made:
@@ -286,7 +286,7 @@ def build_metrics(trainer: RunnableTrainer) -> Metrics:
     return made
 
 
-def create_metric_variables(trainer: RunnableTrainer, metrics: Metrics, batch: Batch) -> bool:
+def create_metric_variables(trainer: "Trainer", metrics: Metrics, batch: Batch) -> bool:
     """Updates metrics that create their variables in their first update, without any effect.
 
     Within a step it would be too late: replicas cannot create variables there, and a checkpoint
@@ -309,9 +309,7 @@ def create_metric_variables(trainer: RunnableTrainer, metrics: Metrics, batch: B
     return any(map(is_metric_built, unbuilt))
 
 
-def call_without_effect(
-    call: Callable[[Batch], object], batch: Batch, trainer: RunnableTrainer
-) -> None:
+def call_without_effect(call: Callable[[Batch], object], batch: Batch, trainer: "Trainer") -> None:
     """Calls a function that creates variables; those that exist are as they were afterwards.
 
     Args:
@@ -339,13 +337,13 @@ def call_without_effect(
         write_copies(plain, before, trainer.strategy)
 
 
-def checkpoint_folder(trainer: RunnableTrainer) -> pathlib.Path | None:
+def checkpoint_folder(trainer: "Trainer") -> pathlib.Path | None:
     """Returns the folder of a trainer's checkpoints; None if it writes none."""
     return trainer.checkpoints.folder_in(trainer.model_dir)
 
 
 def make_checkpoints(
-    trainer: RunnableTrainer,
+    trainer: "Trainer",
     state: TrainState,
     metrics: MetricsByName,
     folder: pathlib.Path | None,
@@ -386,7 +384,7 @@ def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
     return items
 
 
-def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
+def leave_out_xla_or_refuse(trainer: "Trainer", batch: Batch) -> None:
     """Chooses a step without XLA for batches of strings or ragged tensors, if "auto" may choose.
 
     Raises:
@@ -418,21 +416,19 @@ def kind_of(part: tf.Tensor | tf.RaggedTensor) -> str:
     return "ragged tensors" if isinstance(part, tf.RaggedTensor) else "strings"
 
 
-def warn_of_batches_without_xla(
-    trainer: RunnableTrainer, part: tf.Tensor | tf.RaggedTensor
-) -> None:
+def warn_of_batches_without_xla(trainer: "Trainer", part: tf.Tensor | tf.RaggedTensor) -> None:
     """Warns that a step is not compiled because of a part of a batch."""
     where = where_xla_is_needed(trainer)
     warn_of_plain_step(f"batches with {kind_of(part)}", where, "turn them into dense numbers")
 
 
-def where_xla_is_needed(trainer: RunnableTrainer) -> str:
+def where_xla_is_needed(trainer: "Trainer") -> str:
     """Returns where a trainer's step is slow without XLA, for `warn_of_plain_step`."""
     on_gpu = strategies.capabilities(trainer.strategy).on_gpu
     return "on a GPU" if on_gpu else f"in {trainer.precision.compute_dtype} on a CPU"
 
 
-def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:
+def build_model(trainer: "Trainer", batch: Batch, forward: Forward) -> None:
     """Calls the model once if it creates its variables when it is first called."""
     model = trainer.model
     if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
@@ -445,7 +441,7 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
         ensure_float8(model, trainer.strategy)
 
 
-def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
+def make_plan(trainer: "Trainer", slots: Slots | None = None) -> StepPlan:
     """Returns the step's plan for a trainer's settings.
 
     Args:
@@ -480,18 +476,18 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     )
 
 
-def gathers(trainer: RunnableTrainer) -> bool:
+def gathers(trainer: "Trainer") -> bool:
     """Returns whether replicas exchange rows in a trainer's loss."""
     return trainer.losses.reduction == "global" and trainer.strategy.num_replicas_in_sync > 1
 
 
-def weights_function(trainer: RunnableTrainer) -> Callable[[Batch], tf.Tensor] | None:
+def weights_function(trainer: "Trainer") -> Callable[[Batch], tf.Tensor] | None:
     """Returns a trainer's `example_weights`; None if it is the default one, for a global loss."""
     unused = trainer.losses.reduction == "global" and not trainer.weights_overridden
     return None if unused else trainer.example_weights
 
 
-def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
+def plan_evaluation(trainer: "Trainer") -> StepPlan:
     """Returns the plan of a trainer that only evaluates: one without objectives."""
     methods = trainer.compute_loss, trainer.example_weights, trainer.update_metrics
     others = [*roots_of(trainer).values(), *methods]
@@ -523,7 +519,7 @@ def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
     )
 
 
-def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -> FlightRecorder:
+def make_recorder(trainer: "Trainer", plan: StepPlan, state: TrainState) -> FlightRecorder:
     """Returns a flight recorder for a trainer that has a `model_dir`."""
     return FlightRecorder(
         pathlib.Path(trainer.model_dir or "") / "overflows",
@@ -537,13 +533,13 @@ def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -
     )
 
 
-def recorded_computation(trainer: RunnableTrainer) -> Fingerprint:
+def recorded_computation(trainer: "Trainer") -> Fingerprint:
     """Returns what a recorded step has computed, as far as is known. The model must be built."""
     policy = trainer.precision.policy
     return fingerprint(trainer.model, {}, policy, loss=loss_of(trainer), versions=versions())
 
 
-def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:
+def recorded_settings(trainer: "Trainer") -> dict[str, Any]:
     """Returns the settings that must be the same when a recorded step is run again."""
     return {
         "precision": trainer.precision.name,

@@ -5,7 +5,7 @@ Nothing is measured; `python -m trainer.tune` does that on request.
 
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
@@ -15,7 +15,7 @@ import strategies
 from trainer.base.argument_checks import check_choice
 from trainer.data.batches import Batches
 from trainer.run.build import parts_of_plan, where_xla_is_needed
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.step.plan import compiled_as
 from trainer.step.xla import (
     COMPILE_MODES,
@@ -34,6 +34,9 @@ from trainer.step.xla_operations import (
     warn_of_int32_variables,
     warn_of_sizes,
 )
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 CompileMode = bool | str
 
@@ -65,7 +68,7 @@ def has_avx512() -> bool:
     return file.exists() and "avx512f" in file.read_text()
 
 
-def parts_of_auto(trainer: RunnableTrainer, parts: Parts, data: Batches) -> Parts:
+def parts_of_auto(trainer: "Trainer", parts: Parts, data: Batches) -> Parts:
     """Returns a trainer's parts in the compile mode for its data: see `docs/performance.md`.
 
     On an H100, a step that was one program took a third to a ninth of the time of one in mode
@@ -98,7 +101,7 @@ def has_one_shape(spec: tf.TypeSpec) -> bool:
     return dense and bool(spec.shape.rank) and spec.shape[1:].is_fully_defined()
 
 
-def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> Parts:
+def parts_in_mode(mode: CompileMode, trainer: "Trainer", parts: Parts) -> Parts:
     """Returns a trainer's parts for the same step in a compile mode."""
     if mode == parts.plan.jit_compile:
         return parts
@@ -107,7 +110,7 @@ def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> 
 
 
 def compilable_parts(
-    trainer: RunnableTrainer, parts: Parts, trace: Callable[[Parts], Any], *, auto: bool
+    trainer: "Trainer", parts: Parts, trace: Callable[[Parts], Any], *, auto: bool
 ) -> Parts:
     """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
 

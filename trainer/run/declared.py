@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -25,15 +25,18 @@ from trainer.fingerprint import (
     texts_of_arrays,
     versions,
 )
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.run.slots import optimizers_of
 from trainer.step.objective import optimizers_in
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 # Settings in which workers may differ, because they only say what is kept or shown.
 OF_ONE_WORKER = ("max_to_keep", "trackers", "init_from")
 
 
-def declared_by(trainer: RunnableTrainer) -> Fingerprint:
+def declared_by(trainer: "Trainer") -> Fingerprint:
     """Returns what a checkpoint records of a trainer, whose model is built.
 
     Call it before a checkpoint is restored: a learning rate that a hook has assigned, for example,
@@ -84,13 +87,13 @@ def optimizers_at(
     return found
 
 
-def loss_of(trainer: RunnableTrainer) -> dict[str, Any]:
+def loss_of(trainer: "Trainer") -> dict[str, Any]:
     """Returns what is declared of a trainer's loss."""
     loss_fn = getattr(trainer, "_loss_fn", None)
     return {"loss_fn": loss_fn, **settings_in(trainer.losses)}
 
 
-def evaluated_of(trainer: RunnableTrainer, data: Any) -> Fingerprint:
+def evaluated_of(trainer: "Trainer", data: Any) -> Fingerprint:
     """Returns what results of evaluations depend on besides the weights, as far as it is known.
 
     Args:
@@ -108,7 +111,7 @@ def evaluated_of(trainer: RunnableTrainer, data: Any) -> Fingerprint:
 
 
 def check_same_run(
-    trainer: RunnableTrainer,
+    trainer: "Trainer",
     parts: Parts,
     position: DataPosition,
     request: Any,
@@ -150,7 +153,7 @@ def check_same_run(
 
 
 def check_same_data(
-    trainer: RunnableTrainer, data: EvalData, argument: str, settings: Mapping[str, Any]
+    trainer: "Trainer", data: EvalData, argument: str, settings: Mapping[str, Any]
 ) -> None:
     """Raises ValueError if an evaluation or a prediction has other data on another worker.
 

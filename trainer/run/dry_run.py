@@ -5,7 +5,7 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -23,12 +23,15 @@ from trainer.log.summary import format_bytes, power_of_two
 from trainer.run.build import make_checkpoints
 from trainer.run.gradient_check import check_gradients
 from trainer.run.memory import Memory, memory_of
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.run.put_back import put_back
 from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.rollback import copies_of, read_copies, variables_in_reach, write_copies
 from trainer.step.types import Variable
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 MOST_OVERFIT_STEPS = 1_000_000
 
@@ -95,7 +98,7 @@ class Overfit(NamedTuple):
 
 
 def dry_run(
-    trainer: RunnableTrainer,
+    trainer: "Trainer",
     parts: Parts,
     data: Batches,
     evaluate: Callable[[], dict[str, float] | None] | None,
@@ -151,7 +154,7 @@ def check_overfit_steps(steps: Any) -> None:
         )
 
 
-def overfit(trainer: RunnableTrainer, parts: Parts, data: Batches, steps: int) -> Overfit:
+def overfit(trainer: "Trainer", parts: Parts, data: Batches, steps: int) -> Overfit:
     """Trains on the first batch repeatedly, then restores all variables exactly."""
     dataset = repeat_first_batch(data)
     with put_back(trainer, parts):
@@ -219,9 +222,7 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
             return parts
 
 
-def save_and_restore(
-    trainer: RunnableTrainer, parts: Parts, folder: pathlib.Path
-) -> tuple[int, bool]:
+def save_and_restore(trainer: "Trainer", parts: Parts, folder: pathlib.Path) -> tuple[int, bool]:
     """Writes a checkpoint, sets the weights to zero, and restores the checkpoint.
 
     Returns:

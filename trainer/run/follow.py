@@ -3,7 +3,7 @@
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -15,11 +15,14 @@ from trainer.checkpoint.saver import PREFIX
 from trainer.evaluation.continuous import FOLDER, Calls, Results
 from trainer.log.console import RunConsole
 from trainer.log.summary import Totals
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 def calls_of(
-    trainer: RunnableTrainer,
+    trainer: "Trainer",
     model_dir: pathlib.Path,
     *,
     start: Callable[[], Parts],
@@ -90,7 +93,7 @@ def callbacks_without_training(
     return [callback for callback in callbacks if not callback.needs_training]
 
 
-def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> None:
+def adopt_compile_mode(trainer: "Trainer", model_dir: pathlib.Path) -> None:
     """Makes a `tf.Module` compute as in the run, if the trainer leaves open what XLA compiles.
 
     A Keras model is evaluated in float32 without XLA, whatever the run's mode.

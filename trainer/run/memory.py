@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -10,11 +10,13 @@ import tensorflow as tf
 import strategies
 from trainer.log.model_table import total_size, variable_rows
 from trainer.log.summary import format_bytes
-from trainer.run.protocol import RunnableTrainer
 from trainer.run.slots import optimizers_by_item
 from trainer.step.inner_graphs import called_functions
 from trainer.step.plan import ones
 from trainer.step.types import Batch
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 Node: TypeAlias = tf.compat.v1.NodeDef  # an operation in a graph
 
@@ -36,7 +38,7 @@ class Memory(NamedTuple):
         return f"about {format_bytes(sum(self))} a replica: {parts}"
 
 
-def memory_of(trainer: RunnableTrainer, batch: Batch) -> Memory:
+def memory_of(trainer: "Trainer", batch: Batch) -> Memory:
     """Estimates the memory that a replica needs during a step.
 
     Args:
@@ -54,7 +56,7 @@ def memory_of(trainer: RunnableTrainer, batch: Batch) -> Memory:
     )
 
 
-def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
+def activation_bytes(trainer: "Trainer", batch: Batch) -> int:
     """Returns the size of all tensors that the forward pass over a microbatch computes.
 
     Not all of these tensors are kept for the backward pass, and XLA fuses some of the operations. A

@@ -4,28 +4,31 @@ import contextlib
 import math
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from trainer.base.folder_lock import only_writer
 from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint import CheckpointSaver
-from trainer.config.resolve import check_one_process
 from trainer.data.errors import found_in, wrong_values
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
 from trainer.replay.recorder import keep_overflow
 from trainer.run.outer_loop import OuterLoop, TrainRequest
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
+from trainer.run.resolve import check_one_process
 from trainer.step.microbatch import Rows
 from trainer.step.objective import ONLY
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.types import Batch
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
-def check_online(trainer: RunnableTrainer) -> None:
+
+def check_online(trainer: "Trainer") -> None:
     """Raises ValueError if something about a trainer needs data, which `train` alone has."""
     check_one_process("train_on_batch", trainer.strategy)
     waiting = [type(each).__name__ for each in trainer.callbacks if each.per_epoch]
@@ -93,7 +96,7 @@ class OnlineLoop(OuterLoop):
 
     def __init__(
         self,
-        trainer: RunnableTrainer,
+        trainer: "Trainer",
         parts: Parts,
         position: DataPosition,
         watch: LossWatch | None,

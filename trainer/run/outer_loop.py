@@ -13,7 +13,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -37,7 +37,7 @@ from trainer.run.adapt import check_trained_as_saved
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
 from trainer.run.lost_worker import WorkerLostError, worker_loss_explained
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver
@@ -46,6 +46,9 @@ from trainer.run.stop_signals import StopSignals, end
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.report import StepReport
 from trainer.step.xla import WITH_PASSES
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 Results = dict[str, float]
 
@@ -91,7 +94,7 @@ class OuterLoop:
 
     def __init__(
         self,
-        trainer: RunnableTrainer,
+        trainer: "Trainer",
         parts: Parts,
         position: DataPosition,
         watch: LossWatch | None,
@@ -590,7 +593,7 @@ class BestModels:
 
     def __init__(
         self,
-        trainer: RunnableTrainer,
+        trainer: "Trainer",
         checkpoints: CheckpointSaver,
         log: RunLog,
         request: TrainRequest,

@@ -2,17 +2,21 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import keras
 
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.run.roots import roots_of_run
 from trainer.step.reach import reach
 from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 
 @contextlib.contextmanager
-def put_back(trainer: RunnableTrainer, parts: Parts) -> Iterator[None]:
+def put_back(trainer: "Trainer", parts: Parts) -> Iterator[None]:
     """Context manager: restores all variables that a trainer reaches when the block ends."""
     roots = roots_of_run(trainer, parts)
     variables = variables_in_reach(roots.values(), held_back=())

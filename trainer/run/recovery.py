@@ -1,6 +1,7 @@
 """Rolls a run that has diverged back to its last good checkpoint."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from absl import logging
 
@@ -8,9 +9,12 @@ from trainer.callbacks.divergence import Detection, Divergence, LossWatch, diver
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class Recovery:
@@ -27,7 +31,7 @@ class Recovery:
 
     def __init__(
         self,
-        trainer: RunnableTrainer,
+        trainer: "Trainer",
         parts: Parts,
         position: DataPosition,
         log: RunLog,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -15,8 +16,11 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import Interval, Totals
 from trainer.losses.metrics import numbers_of
 from trainer.run.learning_rates import learning_rates
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.step.xla import WITH_PASSES
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class Reporter:
@@ -33,7 +37,7 @@ class Reporter:
 
     def __init__(
         self,
-        trainer: RunnableTrainer,
+        trainer: "Trainer",
         parts: Parts,
         log: RunLog,
         watch: LossWatch | None,

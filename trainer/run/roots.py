@@ -1,9 +1,12 @@
 """What a trainer holds: where the search for the variables of its run begins."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 # Attributes of a trainer that hold what is reached by another name, is used only to build it, or
 # belongs to its last call: a checkpoint must not depend on which calls were before.
@@ -24,7 +27,7 @@ OWN = frozenset(
 BUILDERS = frozenset(["build_model", "build_optimizer", "build_metrics"])
 
 
-def roots_of(trainer: RunnableTrainer) -> dict[str, Any]:
+def roots_of(trainer: "Trainer") -> dict[str, Any]:
     """Returns what a trainer reaches first, keyed by name, for `step.reach`.
 
     These are its attributes, the attributes of its class, and its methods, whose closures may hold
@@ -38,7 +41,7 @@ def roots_of(trainer: RunnableTrainer) -> dict[str, Any]:
     return roots
 
 
-def roots_of_run(trainer: RunnableTrainer, parts: Parts) -> Mapping[str, Any]:
+def roots_of_run(trainer: "Trainer", parts: Parts) -> Mapping[str, Any]:
     """Returns `roots_of` a trainer that has started, and those parts that have variables."""
     own = {"model": trainer.model, "optimizer": trainer.optimizer}
     return own | {"state": parts.state, "metrics": parts.metrics} | roots_of(trainer)

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -28,9 +28,12 @@ from trainer.keras_compat import learning_rate_setting
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
 from trainer.run.declared import optimizers_at
-from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.parts import Parts
 from trainer.run.slots import facts_of, optimizers_of
 from trainer.run.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 OF_DATA = "global_batch", "data"  # parts of a fingerprint
 
@@ -49,7 +52,7 @@ class RunSaver:
 
     def __init__(
         self,
-        trainer: RunnableTrainer,
+        trainer: "Trainer",
         parts: Parts,
         position: DataPosition,
         watch: LossWatch | None,

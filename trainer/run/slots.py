@@ -7,19 +7,22 @@ so for each variable the updates are counted that it has missed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from trainer.checkpoint.warm_start import weights_of
 from trainer.keras_compat import build_again, built_for, inner_optimizer
-from trainer.run.protocol import RunnableTrainer, Slot, Slots
+from trainer.run.parts import Slot, Slots
 from trainer.step.objective import optimizers_in
 from trainer.step.rollback import read_copies, write_copies
 from trainer.step.types import Optimizers, Variable
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
-def slots_now(trainer: RunnableTrainer, before: Slots | None) -> Slots:
+
+def slots_now(trainer: "Trainer", before: Slots | None) -> Slots:
     """Returns the slots of a trainer's optimizers, for the variables that are trained now.
 
     Args:
@@ -52,7 +55,7 @@ def missed_by_trained(slots: Slots) -> list[tuple[Variable, int]]:
 
 
 def updates_of(
-    optimizer: keras.optimizers.Optimizer, variable: Variable, trainer: RunnableTrainer
+    optimizer: keras.optimizers.Optimizer, variable: Variable, trainer: "Trainer"
 ) -> int:
     """Returns how many updates the optimizer of a variable has made. Waits for the device."""
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
@@ -60,7 +63,7 @@ def updates_of(
     return int(read_copies([optimizer.iterations], trainer.strategy)[0][0].numpy())
 
 
-def facts_of(slots: Slots, trainer: RunnableTrainer) -> dict[str, Any]:
+def facts_of(slots: Slots, trainer: "Trainer") -> dict[str, Any]:
     """Returns the entries of `run.json` about frozen and unfrozen variables.
 
     "slots": for each optimizer, the position in the model's weights of each variable that it has
@@ -81,7 +84,7 @@ def facts_of(slots: Slots, trainer: RunnableTrainer) -> dict[str, Any]:
     return {"slots": saved, "trained": sorted(trained)}
 
 
-def check_keeps_variables(trainer: RunnableTrainer, slots: Slots) -> None:
+def check_keeps_variables(trainer: "Trainer", slots: Slots) -> None:
     """Raises ValueError if a model no longer has a variable that its optimizer has trained.
 
     Args:
@@ -100,13 +103,13 @@ def check_keeps_variables(trainer: RunnableTrainer, slots: Slots) -> None:
             )
 
 
-def trained_places(trainer: RunnableTrainer) -> list[int]:
+def trained_places(trainer: "Trainer") -> list[int]:
     """Returns the positions of the trained variables in the model's weights."""
     places = {id(variable): place for place, variable in enumerate(weights_of(trainer.model))}
     return sorted(places[id(variable)] for variable in trainer.model.trainable_variables)
 
 
-def slots_from(saved: dict[str, Any], trainer: RunnableTrainer) -> Slots | None:
+def slots_from(saved: dict[str, Any], trainer: "Trainer") -> Slots | None:
     """Returns the slots that a checkpoint describes, as of its step; None if it says nothing."""
     if not saved.get("slots"):
         return None
@@ -121,7 +124,7 @@ def slots_from(saved: dict[str, Any], trainer: RunnableTrainer) -> Slots | None:
     }
 
 
-def make_slots(trainer: RunnableTrainer, wanted: Slots | None = None) -> bool:
+def make_slots(trainer: "Trainer", wanted: Slots | None = None) -> bool:
     """Gives a trainer's optimizers slots for more variables. Call it in the strategy's scope.
 
     Args:
@@ -154,7 +157,7 @@ def make_slots(trainer: RunnableTrainer, wanted: Slots | None = None) -> bool:
     return bool(undo)
 
 
-def trained_by(name: str, trainer: RunnableTrainer) -> list[Variable]:
+def trained_by(name: str, trainer: "Trainer") -> list[Variable]:
     """Returns the variables that an optimizer trains now, given its name in a checkpoint."""
     part = trainer.model
     if isinstance(trainer.optimizer, dict):
@@ -164,7 +167,7 @@ def trained_by(name: str, trainer: RunnableTrainer) -> list[Variable]:
 
 
 def add_slots(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable], trainer: RunnableTrainer
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable], trainer: "Trainer"
 ) -> Callable[[], object]:
     """Builds an optimizer for more variables; the slots that it had keep their values.
 
@@ -189,7 +192,7 @@ def add_slots(
     return undo
 
 
-def optimizers_of(trainer: RunnableTrainer) -> dict[str, keras.optimizers.Optimizer]:
+def optimizers_of(trainer: "Trainer") -> dict[str, keras.optimizers.Optimizer]:
     """Returns a trainer's optimizers, keyed by their names in a checkpoint; {} if it has none."""
     return optimizers_by_item(trainer.optimizer) if trainer.has_optimizer else {}
 

@@ -168,13 +168,9 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path):
     trainer = Linear(model_dir=tmp_path, verbose=False)
     trainer.train(slopes(1.0, 2.0), steps=2, global_batch=2)
     path = tmp_path / "metrics.jsonl"
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match="record_gradients"):
         read_record(path)
 
-    assert str(error.value) == (
-        f"{path} has no recorded gradients. Recording takes another pass over the gradients at every "
-        "step, so it is off by default. Train with record_gradients=True, or --record_gradients."
-    )
     assert "DenseBincount" not in operations(trainer)
     assert "DenseBincount" in operations(recording(tmp_path))
 

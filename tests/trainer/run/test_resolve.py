@@ -12,7 +12,7 @@ from helpers import Linear, linear_model, slopes
 import scaling
 import strategies
 from trainer import Trainer
-from trainer.config.resolve import (
+from trainer.run.resolve import (
     check_background,
     check_one_process,
     check_recordable,

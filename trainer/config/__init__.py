@@ -1,1 +1,0 @@
-"""The trainer's settings: their defaults, their checks and their help texts."""
