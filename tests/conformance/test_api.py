@@ -71,7 +71,17 @@ def test_public_names_are_documented(room, name):
     assert has_example != (name in WITHOUT_EXAMPLE), f"{name}: example {has_example}"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [  # the examples of `trainer` train
+        pytest.param(
+            module,
+            id=module.__name__,
+            marks=pytest.mark.thorough if module.__name__.startswith("trainer.") else (),
+        )
+        for module in MODULES
+    ],
+)
 def test_examples_in_docstrings_run(module):
     """Every example in a docstring prints what it shows."""
     failures, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS)

@@ -52,7 +52,9 @@ def check(recipe, **arguments):
         np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6, err_msg=mine.path)
 
 
-@pytest.mark.parametrize("recipe", [PADDED, DENSE], ids=["padded", "dense"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(PADDED, marks=pytest.mark.thorough), DENSE], ids=["padded", "dense"]
+)
 def test_a_model_is_trained_as_by_fit(recipe):
     """Weights of examples, masks, regularizers of weights and of activities, and `add_loss`."""
     check(recipe)

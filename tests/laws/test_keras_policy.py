@@ -48,7 +48,7 @@ def trainer_of(model, **arguments):
     return Trainer(model=model, optimizer=sgd, **given)
 
 
-@pytest.mark.parametrize("loss", ["mse", "object"])
+@pytest.mark.parametrize("loss", ["mse", pytest.param("object", marks=pytest.mark.thorough)])
 def test_float64_trains_as_fit_does(of_keras, loss):
     """Under the global policy "float64" the loss after 50 steps is that of `fit`."""
     of_keras("float64", "float64")
@@ -72,6 +72,7 @@ def test_float64_trains_as_fit_does(of_keras, loss):
     )
 
 
+@pytest.mark.thorough
 def test_float64_without_the_global_policy(of_keras):
     """An explicit "float64" needs nothing but Keras's floatx, by which Keras's losses go."""
     of_keras("float32", "float64")
@@ -83,6 +84,7 @@ def test_float64_without_the_global_policy(of_keras):
     assert keras.config.dtype_policy().name == "float32"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True, "update"])
 def test_float64_on_shares(of_keras, mirrored, compiled):
     """Replicas, microbatches, clipping, XLA and a moving average move float64 weights as one device

@@ -121,8 +121,8 @@ def strategy_of(mirrored, replicas):
     return mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
 
 
-# By default one optimizer, and in CI three, with the setting that has everything, on three replicas.
-MARKS = {"Lion": (), "Adam": pytest.mark.thorough}
+# In CI two optimizers with the setting that has everything, on three replicas; by night all.
+MARKS = {"Lion": pytest.mark.thorough, "Adam": pytest.mark.thorough}
 CASES = [
     pytest.param(
         settings,
