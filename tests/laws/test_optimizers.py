@@ -237,14 +237,8 @@ def test_a_multi_optimizer_in_a_run(tmp_path, mirrored):
 def test_a_multi_optimizer_of_a_function_is_refused():
     """Its inner optimizers are not known before it is built, so they cannot be checked."""
     trainer = Trained(lambda: keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD()))
-    with pytest.raises(ValueError, match="`optimizer`") as error:
+    with pytest.raises(ValueError, match="`optimizer`"):
         trainer.train(DATA, steps=1, global_batch=6)
-
-    assert str(error.value) == (
-        "`optimizer` must know its inner optimizers before it is built; got a MultiOptimizer of a "
-        "function. The inner optimizers are checked, and get their settings, before they create their "
-        "slots. Pass a keras.optimizers.OptimizerMap to MultiOptimizer()."
-    )
 
 
 @pytest.mark.thorough
@@ -284,15 +278,8 @@ def test_an_optimizer_that_holds_other_weights_is_refused(tmp_path):
             return optimizer
 
     where = tmp_path / "old.weights.h5"
-    with pytest.raises(ValueError, match="`init_from`") as error:
+    with pytest.raises(ValueError, match="`init_from`"):
         Built(checkpoints=Checkpoints(init_from=where)).train(DATA, steps=1, global_batch=6)
-
-    assert str(error.value) == (
-        "`init_from` must be None if the optimizer already holds copies of the weights; got "
-        f"{str(where)!r}, and optimizer 'free' was built before. Its first update would bring the old "
-        "weights back. Do not call the optimizer's build(): the trainer calls it after it has loaded "
-        "the weights."
-    )
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED - {"MultiOptimizer"}))

@@ -253,16 +253,8 @@ def stacked_block(**settings):
 def test_a_rematerialized_generator_is_drawn_from_once():
     """L19: a generator that would draw other numbers in the backward pass is refused by name."""
     model = stacked_block(remat=True, calls=2)
-    with pytest.raises(ValueError, match="must draw only once") as error:
+    with pytest.raises(ValueError, match="`model` must draw only once"):
         after_steps(model, tf.distribute.get_strategy(), squared_error)
-
-    [seed] = [v.path for v in model.variables if v.path.endswith("seed_generator_state")]
-    assert (
-        "`model` must draw only once from a random generator that a rematerialized layer uses; "
-        f"got 2 draws from {seed!r}. When the layer is computed again in the backward pass, it "
-        "would draw other numbers than in the forward pass. Give each random layer a generator of "
-        "its own, call it once, or do not rematerialize it."
-    ) in str(error.value)
 
 
 def test_an_imported_layer_is_trained(tmp_path):

@@ -74,12 +74,8 @@ def test_agreements_need_replica_context(mirrored, call, argument):
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
 def test_a_bucket_holds_at_least_a_byte(bucket_bytes):
     """A bucket without a size is refused before anything is summed."""
-    with pytest.raises(ValueError, match="bucket_bytes") as error:
+    with pytest.raises(ValueError, match="`bucket_bytes`"):
         strategies.sum_gradients([1.0], bucket_bytes=bucket_bytes)
-    assert str(error.value) == (
-        f"`bucket_bytes` must be an int of at least 1; got {bucket_bytes}. It is the size of a "
-        "bucket. Use 1 or more."
-    )
 
 
 def test_a_sum_of_three_has_one_order(mirrored):

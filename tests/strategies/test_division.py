@@ -55,25 +55,15 @@ def test_weights_may_be_integers():
 def test_examples_are_counted_in_int32():
     """More parts than int32 can count are refused."""
     share = strategies.whole(tf.range(2), tf.ones([2]))
-    with pytest.raises(ValueError, match="parts") as error:
+    with pytest.raises(ValueError, match="`parts`"):
         strategies.take(share, 0, 2**30 + 1)
-
-    assert str(error.value) == (
-        "`parts` must be at most 2^30; got 1073741825. Examples are counted in int32. Divide the "
-        "share into fewer parts."
-    )
 
 
 def test_a_batch_too_small_for_its_parts_is_refused():
     """A full batch must have an example for each microbatch of each replica."""
     strategies.check_divisible(6, 2, 3)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match="`global_batch`"):
         strategies.check_divisible(5, 2, 3)
-
-    assert str(error.value) == (
-        "`global_batch` must be at least replicas x microbatches = 2 x 3; got 5. A microbatch "
-        "would be empty on every step. Use a larger batch, or fewer replicas or microbatches."
-    )
 
 
 @pytest.mark.parametrize("examples", [1, 5, 6])

@@ -98,13 +98,8 @@ def test_unsuitable_devices_are_refused(name, devices, message):
 @pytest.mark.parametrize("name", ["one_device", "mirrored"])
 def test_devices_are_a_list(name):
     """A single name is refused, because its letters would be taken for devices."""
-    with pytest.raises(TypeError, match="devices") as error:
+    with pytest.raises(TypeError, match="`devices`"):
         strategies.create(name, "CPU:0")
-
-    assert str(error.value) == (
-        "`devices` must be a list of names; got the string 'CPU:0'. Each item names a device. Pass "
-        "['CPU:0']."
-    )
 
 
 def test_devices_have_short_names():
@@ -222,21 +217,12 @@ def test_auto_uses_a_tpu_that_tensorflow_lists(monkeypatch, capsys):
 
 def test_a_cpu_has_limits():
     """A number of logical devices that no machine could hold is refused."""
-    with pytest.raises(ValueError, match="count") as error:
+    with pytest.raises(ValueError, match="`count`"):
         strategies.split_cpu(1025)
-
-    assert str(error.value) == (
-        "`count` must be at most 1024; got 1025. Each logical device has threads of its own. Use as "
-        "many as there are replicas to try."
-    )
 
 
 def test_the_cpu_cannot_be_split_twice():
     """After TensorFlow has started, the same number is accepted, and another is an error."""
     strategies.split_cpu(4)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match="`count`"):
         strategies.split_cpu(2)
-
-    assert str(error.value) == (
-        "`count` must be 4 now that TensorFlow has initialized its devices; got 2. The number of logical CPU devices can no longer change. Call split_cpu() before anything uses a device."
-    )

