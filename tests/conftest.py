@@ -3,6 +3,7 @@ errors.
 """
 
 import collections
+import datetime as dt
 import gc
 import os
 import pathlib
@@ -35,6 +36,12 @@ def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="also run what only CI runs")
     parser.addoption(
         "--full", action="store_true", help="run everything, and random searches longer"
+    )
+    parser.addoption(
+        "--day",
+        type=int,
+        default=dt.datetime.now(dt.UTC).date().toordinal(),
+        help="the day, as an ordinal, whose share is run of tests that are marked by_date",
     )
     parser.addoption(
         "--regenerate",
@@ -127,6 +134,9 @@ def pytest_collection_modifyitems(config, items):
         if laws := laws_of(item.function.__doc__):
             item.add_marker(pytest.mark.law(*laws))
     mark_samples(items)
+    later = set(of_other_days(items, config.getoption("--day")))
+    config.hook.pytest_deselected(items=[item for item in items if item in later])
+    items[:] = [item for item in items if item not in later]
     full = config.getoption("--full")
     thorough = full or config.getoption("--thorough")
     for item in items:
@@ -150,6 +160,18 @@ def mark_samples(items):
         for item, tier in zip(reversed(of_one_test), tiers(len(of_one_test)), strict=True):
             if tier:
                 item.add_marker(tier)
+
+
+def of_other_days(items, day):
+    """Yields the slow cases of `by_date` tests that other nights try."""
+    counts = collections.Counter()
+    for item in items:
+        marker = item.get_closest_marker("by_date")
+        if marker and item.get_closest_marker("slow"):
+            test = path_of(item), item.originalname
+            if (counts[test] + day) % marker.args[0]:
+                yield item
+            counts[test] += 1
 
 
 def path_of(item):

@@ -39,7 +39,7 @@ batches, and optimizers and schedules with three updates of Keras's own `apply`.
 
 There are {all} configurations: 1 or 3 replicas x 1 or 2 microbatches x plain, XLA or element-wise XLA x
 float32, mixed_float16 or mixed_bfloat16. Each class is tried in the one that its row shows; over
-all classes, every configuration is. CI tries every thirtieth class. Within six nights all are tried, and then in
+all classes, every configuration is. CI tries every thirtieth class. Within seven nights all are tried, and then in
 nine further configurations each, in which every value of an axis meets every value of another, with other
 random models.
 An optimizer sees float32 gradients in every precision, so optimizers are compared in float32 only.

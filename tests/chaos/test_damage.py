@@ -164,6 +164,7 @@ def test_some_damages(folder, record_property):
 
 
 @pytest.mark.slow
+@pytest.mark.by_date(4)
 @pytest.mark.parametrize("part", range(4))
 def test_many_damages(folder, record_property, part):
     """Each is noticed or harmless, and none ends in another library's error."""

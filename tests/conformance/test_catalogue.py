@@ -99,13 +99,14 @@ def test_the_page_says_what_the_rows_say(request):
 
 
 def marked(entry):
-    """The default run tries a handful of classes, CI every eightieth, too, and nightly all."""
+    """The default run tries a handful of classes, CI every eightieth, too, and seven nights all."""
     if str(entry) in HANDFUL:
         return entry
     in_ci = zlib.crc32(str(entry).encode()) % 80 == 0
     return pytest.param(entry, marks=pytest.mark.thorough if in_ci else pytest.mark.slow)
 
 
+@pytest.mark.by_date(7)
 @pytest.mark.parametrize("entry", [marked(each) for each in STEPS], ids=str)
 def test_a_class_is_as_its_row_says(entry, mirrored):
     """L5, L6, L8, L12: a step with the class equals a plain loop's, a skipped one moves nothing, and
@@ -116,6 +117,7 @@ def test_a_class_is_as_its_row_says(entry, mirrored):
 
 
 @pytest.mark.slow
+@pytest.mark.by_date(7)
 @pytest.mark.parametrize("entry", STEPS, ids=str)
 def test_a_class_in_nine_configurations(entry, mirrored):
     """The same in nine configurations, in which every value of an axis meets every value of

@@ -23,33 +23,17 @@ def selects(part, path):
 
 
 def test_every_test_file_is_in_one_part():
-    """No slow test is left out, and none runs twice; the catalogue's groups are one. Coverage is
-    measured with tests that are not slow.
+    """No slow test is left out, and none runs twice. Coverage is measured with tests that are not
+    slow.
     """
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     options = set(nightly.BY_NIGHT)
     slow = {name: part for name, part in nightly.PARTS.items() if options <= set(part.options)}
     assert files
     for path in files:
-        found = {name.split("-")[0] for name, part in slow.items() if selects(part, path)}
+        found = {name for name, part in slow.items() if selects(part, path)}
         assert len(found) == 1, (path, found)
     assert set(nightly.PARTS) - set(slow) == {"coverage", "release"}
-
-
-def test_every_night_ends_within_ninety_minutes():
-    """By the limits of its parts, with time to install everything; each part is in a night."""
-    for night in range(1, nightly.NIGHTS + 1):
-        assert sum(part.minutes for part in nightly.PARTS.values() if part.night == night) <= 90
-    assert {part.night for part in nightly.PARTS.values()} == set(range(1, nightly.NIGHTS + 1))
-
-
-def test_the_groups_of_the_catalogue_are_all():
-    """Each group of the catalogue is a part, under its number."""
-    options = [part.options for name, part in nightly.PARTS.items() if name.startswith("catalogue")]
-
-    assert [each[-2:] for each in options] == [
-        ("--splits=7", f"--group={group}") for group in range(1, 8)
-    ]
 
 
 def test_the_workflow_runs_every_part():
@@ -78,7 +62,7 @@ def test_a_part_ends_within_its_limit(program, minutes, status, tmp_path, monkey
         f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
         "time.sleep(600)"
     )
-    part = nightly.Part(1, minutes, options=("program",))
+    part = nightly.Part(minutes, options=("program",))
     monkeypatch.setattr(nightly, "PARTS", {"laws": part})
     command = [sys.executable, "-c", program or waits]
     monkeypatch.setattr(nightly, "command_of", lambda *_: command)

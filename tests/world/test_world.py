@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def params():
-    """All cells. CI tries ten architectures, the nightly run the others."""
+    """All cells. CI tries ten architectures, three nights the others."""
     for entry in ENTRIES:
         marks = [pytest.mark.thorough if entry.in_ci else pytest.mark.slow]
         if entry.needs:
@@ -26,6 +26,7 @@ def params():
             yield pytest.param(entry, key, marks=marks, id=f"{entry.name}-{key}")
 
 
+@pytest.mark.by_date(3)
 @pytest.mark.parametrize(("entry", "key"), [*params()])
 def test_an_architecture_trains_as_in_a_plain_loop(entry, key, mirrored):
     """L5, L8: weights go where a plain loop takes them, or the division is refused in one line."""
