@@ -192,7 +192,6 @@ class Recipe:
 
     in_graph = False  # it runs eagerly
     xla = True
-    coarseness = 1
 
     def has(self, flag):
         """Whether any layer has a flag of `Kind`."""

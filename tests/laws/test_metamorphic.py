@@ -3,30 +3,22 @@ run at another loss scale, in another order, on other devices, after a restart, 
 """
 
 import collections
-import itertools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import Phase, given, settings
-from models_of_catalogue import joined
 from random_models import Recipe, recipes
 
 import scaling
-import trainer.step.differentiate as differentiate_module
-import trainer.step.losses as losses_module
-import trainer.step.plan as plan_module
-from trainer import Checkpoints, Trainer
+from trainer import Trainer
 from trainer.step import TrainState, attempt_step, plan_step
 
 # Keras and NumPy warn about masks that nobody needs, and about copies.
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore")]
 
 STEPS = 2
-# The functions for which faults are planted.
-unscale, weighted_sum = scaling.unscale_gradients, losses_module.weighted_sum
-compiled_differentiation = plan_module.compiled_differentiation
 TRIED = collections.Counter()  # models by relation
 
 
@@ -178,7 +170,7 @@ def violations(recipe, relations):
         TRIED[name] += 1
         other = trained(recipe, variant)
         apart = distance(plain, other)
-        near = apart <= bound * recipe.coarseness
+        near = apart <= bound
         if not (near and (bound or same_bits(plain, other))):
             found[name] = apart
     return found
@@ -254,35 +246,6 @@ def test_relations_on_replicas(full, on_replicas, record_property):
     reported(record_property, on_replicas)
 
 
-def violations_in_catalogue(relations, models):
-    """The violations of relations by models from the catalogue, by their classes' names."""
-    found = {model.names: violations(model, relations) for model in models}
-    return {names: each for names, each in found.items() if each}
-
-
-@pytest.mark.slow
-def test_relations_on_models_from_the_catalogue(full, record_property):
-    """The same relations, on models of two classes from Keras's catalogue."""
-    some = itertools.islice(joined(0), 3 if full else 1)
-    assert violations_in_catalogue(ON_ONE_DEVICE, some) == {}
-    reported(record_property, ON_ONE_DEVICE)
-
-
-@pytest.mark.slow
-def test_relations_on_all_classes_of_the_catalogue(record_property):
-    """Models that together have every class that Keras has."""
-    assert violations_in_catalogue(ON_ONE_DEVICE, joined(1)) == {}
-    reported(record_property, ON_ONE_DEVICE)
-
-
-@pytest.mark.slow
-def test_replicas_and_compile_modes_on_many_classes(on_replicas, record_property):
-    """Three replicas, and what XLA compiles, on some of these models."""
-    relations = on_replicas | COMPILED
-    assert violations_in_catalogue(relations, itertools.islice(joined(2), 30)) == {}
-    reported(record_property, relations)
-
-
 COMPILED = {
     "XLA compiles the pass": (Variant(jit_compile=True), compiled_not_random, 1e-5),
     "XLA compiles element-wise operations": (Variant(jit_compile="elementwise"), any_model, 1e-5),
@@ -353,108 +316,3 @@ def test_resumed_runs_have_the_same_bits(full, tmp_path_factory, record_property
 
     search(tried, 1 if full else 0, first=[COUPLED])
     reported(record_property, ["stopped and resumed"])
-
-
-SMALL = Recipe(("vector",), (("dense",),), seed=0, size=7)
-
-
-def inexact_unscaling(gradients, state):
-    """Divides by a scale that is slightly off."""
-    factor = tf.where(state.loss_scale == 1.0, 1.0, 1.0 + 2.0**-20)
-    return [gradient * factor for gradient in unscale(gradients, state)]
-
-
-def shifted_mean(losses, share, weight):
-    """Adds a constant to the weights' sum."""
-    return losses_module.weighted_sum(losses, share) / (weight + 0.01)
-
-
-def mean_of_share(losses, share, weight):
-    """Divides by the weights of the share, not of the batch."""
-    del weight
-    own = tf.reduce_sum(share.weights)
-    return tf.math.divide_no_nan(losses_module.weighted_sum(losses, share), own)
-
-
-def bounded_sum(losses, share):
-    """Bounds each loss."""
-    return weighted_sum(tf.minimum(losses, 0.5), share)
-
-
-def sum_in_order(losses, share):
-    """Weighs examples by their position, too."""
-    return weighted_sum(losses * tf.range(1.0, 8.0)[: tf.size(losses)], share)
-
-
-def sum_with_weightless(losses, share):
-    """Gives every example a weight."""
-    return weighted_sum(losses, share._replace(weights=tf.maximum(share.weights, 0.01)))
-
-
-def different_if_compiled(differentiate, jit_compile):
-    """Changes the weights in every compile mode but one."""
-    factor = 1.0 if jit_compile is False else 1.001
-
-    def changed(inputs):
-        weights = factor * inputs.share.weights
-        return differentiate(inputs._replace(share=inputs.share._replace(weights=weights)))
-
-    return compiled_differentiation(changed, jit_compile)
-
-
-# Fault: (where it is planted, the name there, the relations that notice it).
-FAULTS = {
-    inexact_unscaling: (
-        scaling,
-        "unscale_gradients",
-        ["a loss scale of 2^10", "a loss scale of 2^-6"],
-    ),
-    shifted_mean: (differentiate_module, "weighted_mean", ["all weights doubled"]),
-    mean_of_share: (differentiate_module, "weighted_mean", ["two microbatches"]),
-    bounded_sum: (
-        losses_module,
-        "weighted_sum",
-        ["the loss times 4 at a quarter of the rate"],
-    ),
-    sum_in_order: (
-        losses_module,
-        "weighted_sum",
-        ["the examples permuted", "two microbatches"],
-    ),
-    sum_with_weightless: (
-        losses_module,
-        "weighted_sum",
-        ["all weights doubled", "examples of weight 0 removed"],
-    ),
-    different_if_compiled: (plan_module, "compiled_differentiation", [*COMPILED]),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_noticed(monkeypatch, fault):
-    """Each relation is violated by a fault that is planted in the step."""
-    where, name, expected = FAULTS[fault]
-    monkeypatch.setattr(where, name, fault)
-    relations = COMPILED if fault is different_if_compiled else ON_ONE_DEVICE
-
-    assert set(expected) <= violations(SMALL, relations).keys()
-
-
-@pytest.mark.thorough
-def test_a_fault_on_replicas_is_noticed(monkeypatch, on_replicas):
-    """Replicas that each divide by their own weights violate the relation."""
-    monkeypatch.setattr(differentiate_module, "weighted_mean", mean_of_share)
-
-    assert violations(SMALL, on_replicas).keys() == on_replicas.keys()
-
-
-@pytest.mark.slow
-def test_a_lost_position_is_noticed(tmp_path):
-    """A resumed run that begins its data anew ends with other bits."""
-    whole = trained_to(SMALL, tmp_path / "whole", [5])
-    resumed = trained_to(
-        SMALL, tmp_path / "resumed", [2, 5], checkpoints=Checkpoints(data_resume="restart")
-    )
-
-    assert not same_bits(whole[0], resumed[0])
