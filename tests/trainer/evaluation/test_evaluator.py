@@ -90,23 +90,6 @@ def test_training_and_evaluation_have_metrics_of_their_own(capsys):
     assert out.count("validation at step") == 2
 
 
-def test_evaluation_data_may_be_arrays(capsys):
-    """Arrays passed as eval_data are batched like the training data."""
-    trainer = classifier(verbose=True)
-    trainer.train((X, Y), steps=2, global_batch=4, eval_data=(X, Y))
-    results = trainer.evaluate((X, Y), global_batch=4)
-
-    assert f"validation at step 2: loss {results['loss']:.4f}" in capsys.readouterr().out
-
-
-def test_metrics_without_an_applied_step_are_shown_as_missing(capsys):
-    """If every step was skipped, the log shows neither a loss nor an accuracy."""
-    trainer = classifier(verbose=True)
-    trainer.train((X * np.inf, Y), steps=1, global_batch=11)
-
-    assert "step 1/1 100%  loss -       accuracy -       loss_scale 2^0" in capsys.readouterr().out
-
-
 def test_metrics_are_updated_on_applied_steps_only():
     """The examples of a skipped step do not count."""
     trainer = classifier(log_interval=100)
@@ -118,34 +101,6 @@ def test_metrics_are_updated_on_applied_steps_only():
 
     assert trainer.totals.skipped_by_cause == {"forward": 1}
     assert float(trainer.metrics["accuracy"].count.numpy()) == 22.0
-
-
-@pytest.mark.parametrize(
-    "loss", ["mse", keras.losses.MeanSquaredError(), lambda y, p: (y - p)[:, 0] ** 2]
-)
-def test_losses_in_any_form(loss):
-    """loss_fn may be a name, a Keras loss (whose reduction is ignored) or a function."""
-    y = np.random.default_rng(3).standard_normal([11, 1]).astype(np.float32)
-    trainer = Trainer(
-        model=lambda: linear_model(inputs=5), optimizer="sgd", loss_fn=loss, verbose=False
-    )
-    expected = np.mean((X.sum(1, keepdims=True) - y) ** 2)
-
-    assert trainer.evaluate((X, y), global_batch=4)["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_sequence_loss_is_averaged_within_the_example():
-    """A Keras loss of shape (batch, time) is averaged over time to one loss per example."""
-    y = np.random.default_rng(3).standard_normal([6, 4, 2]).astype(np.float32)
-    trainer = Trainer(
-        model=lambda: keras.Sequential([keras.Input([4, 2]), keras.layers.Dense(2)]),
-        optimizer="sgd",
-        loss_fn=keras.losses.MeanSquaredError(),
-        verbose=False,
-    )
-    result = trainer.evaluate((y, y), global_batch=4)["loss"]
-
-    assert result == pytest.approx(np.mean((trainer.predict(y, global_batch=3) - y) ** 2), rel=1e-5)
 
 
 def quantized(mode, precision):

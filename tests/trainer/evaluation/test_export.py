@@ -318,17 +318,3 @@ def test_a_layer_is_exported_as_a_model_of_it(tmp_path, name, precision):
     )
     trainer.train((x, np.ones([8, 3], np.float32)), steps=2, global_batch=8)
     assert trainer.export(tmp_path / name, precision="float32", compare_on=x) < 0.05
-
-
-def test_a_layer_without_known_inputs_is_not_exported(tmp_path):
-    """Neither as a SavedModel nor as a file."""
-
-    class Own(Trainer):
-        def compute_loss(self, batch, training):
-            return tf.reduce_mean(self.model(batch, training=training), axis=1)
-
-    trainer = Own(model=lambda: Pair(3), optimizer="sgd", verbose=False)
-    trainer.train({"a": np.ones([4, 2]), "b": np.ones([4, 1])}, steps=1, global_batch=4)
-    for name in ("model", "model.keras"):
-        with pytest.raises(ValueError, match="`export`"):
-            trainer.export(tmp_path / name)

@@ -102,34 +102,6 @@ def test_weights_are_checked():
     assert "example_weights" in message
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        pytest.param("binary_crossentropy", marks=pytest.mark.slow),
-        pytest.param("categorical_crossentropy", marks=pytest.mark.thorough),
-    ],
-)
-def test_labels_that_are_probabilities(loss_fn):
-    """They lie between 0 and 1."""
-    labels = np.zeros([8, 3], np.float32)
-    trainer = trainer_of(loss_fn)
-    trainer.train(batches(ROWS, labels), 2)
-    message, steps = error_of(trainer, batches(ROWS, with_last(labels, 2.0)), 5)
-
-    assert steps == 3
-    assert "labels from 0 to 1; got a smallest and a largest of 0 and 2, in" in message
-
-
-@pytest.mark.thorough
-def test_a_class_that_is_ignored_may_be_anything():
-    """`ignore_class` is no label."""
-    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=-100)
-    trainer = trainer_of(loss)
-
-    assert trainer.train(batches(ROWS, with_last(LABELS, -100)), 4).step == 4
-    assert "of 0 and 7" in error_of(trainer, batches(ROWS, with_last(LABELS, 7)), 9)[0]
-
-
 @given(
     st.sampled_from(["uint8", "int8", "int32", "int64", "float32", "bfloat16"]),
     st.lists(st.integers(-128, 255), max_size=4),
@@ -175,15 +147,6 @@ def test_each_of_several_outputs_has_its_own_range():
     assert trainer.train(data(LABELS, with_last(LABELS, 4)), 2).step == 2
     message, _ = error_of(trainer, data(with_last(LABELS, 4), LABELS), 5)
     assert "labels of few from 0 to 2; got a smallest and a largest of 0 and 4" in message
-
-
-@pytest.mark.slow
-def test_a_loss_of_ones_own_has_no_range():
-    """Nothing is known about its labels; inputs are checked all the same."""
-    trainer = trainer_of(lambda y, p: tf.reduce_mean(p, axis=-1) * tf.cast(y, tf.float32))
-
-    assert trainer.train(batches(ROWS, LABELS - 50), 2).step == 2
-    assert "part 0 of" in error_of(trainer, batches(with_last(ROWS, np.nan), LABELS), 5)[0]
 
 
 @pytest.mark.thorough
