@@ -308,8 +308,8 @@ def steps_saved(model_dir):
 
 def test_checkpoints_come_at_their_interval(tmp_path):
     """One every `interval` steps, for any `steps_per_loop`, and one at the end."""
-    arguments = {"model_dir": tmp_path, "checkpoints": Checkpoints(interval=3), "verbose": False}
-    trainer = Linear(steps_per_loop=2, checkpoints=Checkpoints(max_to_keep=3), **arguments)
+    checkpoints = Checkpoints(interval=3, max_to_keep=3)
+    trainer = Linear(model_dir=tmp_path, steps_per_loop=2, checkpoints=checkpoints, verbose=False)
     seen = []
     trainer.on_loop_end = lambda step: seen.append((step, steps_saved(tmp_path)))
     trainer.train(slopes(1.0), steps=11, global_batch=1)

@@ -211,9 +211,12 @@ def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
 
     data = slopes(1.0, 2.0)
     OfModule(model_dir=tmp_path, verbose=False).train(data, steps=3, global_batch=2)
-    for argument in ("init_from", "model_dir"):
+    for argument, settings in {
+        "init_from": {"checkpoints": Checkpoints(init_from=tmp_path)},
+        "model_dir": {"model_dir": tmp_path},
+    }.items():
         with pytest.raises(ValueError, match=f"(?s)`{argument}`.*any:0"):
-            Renamed(**{argument: tmp_path}, verbose=False).train(data, steps=4, global_batch=2)
+            Renamed(**settings, verbose=False).train(data, steps=4, global_batch=2)
 
 
 @pytest.mark.thorough
