@@ -618,13 +618,16 @@ class Trainer(Task):
         auto = self.compile_mode_open
         if auto:
             # Not that of a dry run: batches that are passed one by one may have any shape.
-            self._use(parts_in_mode(self.jit_compile, self, self._parts))
+            self._parts = parts_in_mode(self.jit_compile, self, self._parts)
         if return_aux:
             parts, plan = self._parts, keeping_rows(self._parts.plan)
             own = parts_of_plan(self, plan, parts.state, parts.stop, parts.metrics)
-            self._use(parts._replace(**own))
-        self._leave_xla_out_if_needed(
-            lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)), auto=auto
+            self._parts = parts._replace(**own)
+        self._parts = compilable_parts(
+            self,
+            self._parts,
+            lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)),
+            auto=auto,
         )
         self.compile_mode_open = False
         self.jit_compile = self._parts.plan.jit_compile
@@ -645,15 +648,6 @@ class Trainer(Task):
             raise
         self._online = loop
         return loop
-
-    def _warn_of_part_of_a_step(self, before: OuterLoop) -> None:
-        """Warns if the call before was ended by an operation that failed in a step."""
-        if before.failure:
-            logging.warning(
-                "An operation failed in the last step (%s). The variables may hold a part of it; a "
-                "new trainer goes on from the newest checkpoint.",
-                reason_of(before.failure.message),
-            )
 
     def _end_online(self, *, save: bool = False) -> None:
         """Logs the last steps of `train_on_batch`, if it was called."""
@@ -780,16 +774,8 @@ class Trainer(Task):
         """Takes the compile mode for the data, if "auto" leaves it open, and traces the step."""
         auto = self.compile_mode_open
         if auto:
-            self._use(parts_of_auto(self, self._parts, data))
-        self._leave_xla_out_if_needed(tracing(iterator), auto=auto)
-
-    def _leave_xla_out_if_needed(self, trace: Callable[[Parts], Any], *, auto: bool) -> None:
-        """Replaces the parts if XLA cannot compile the step; see `compilable_parts`."""
-        self._use(compilable_parts(self, self._parts, trace, auto=auto))
-
-    def _use(self, parts: Parts) -> None:
-        """Replaces the trainer's parts."""
-        self._parts = parts
+            self._parts = parts_of_auto(self, self._parts, data)
+        self._parts = compilable_parts(self, self._parts, tracing(iterator), auto=auto)
 
     def _new_log(self) -> RunLog:
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
@@ -807,7 +793,12 @@ class Trainer(Task):
             plan.float8,
         )
         if self._loop:
-            self._warn_of_part_of_a_step(self._loop)
+            if self._loop.failure:
+                logging.warning(
+                    "An operation failed in the last step (%s). The variables may hold a part of "
+                    "it; a new trainer goes on from the newest checkpoint.",
+                    reason_of(self._loop.failure.message),
+                )
             log.go_on_with(self._loop.log.unlogged)
         return log
 
