@@ -1150,7 +1150,7 @@ class Trainer(Task):
             ValueError: if the folder is not a record, or if the record comes from a run with a
                 different model or different settings.
         """
-        check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
+        check_path("overflow", overflow)
         record, dataset, state = read_record(local_path(overflow))
         if self.compile_mode_open and not self._started:
             self.jit_compile = record.setting["jit_compile"]

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import is_integer, is_number, shown
+from scaling.base.argument_checks import check_integer, is_number, shown
 from trainer.base.argument_checks import as_python, check_bool, check_choice
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
@@ -40,8 +40,8 @@ def count(default: int | None, *, least: int = 1, optional: bool = False) -> Any
     optional = optional or default is None
 
     def check(name: str, value: Any) -> None:
-        if not (optional and value is None) and not (is_integer(value) and value >= least):
-            raise ValueError(f"`{name}` must be an int of at least {least}; got {shown(value)}")
+        if not (optional and value is None):
+            check_integer(name, value, least)
 
     return dataclasses.field(default=default, metadata={CHECK: check, LEAST: least})
 

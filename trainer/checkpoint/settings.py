@@ -24,11 +24,6 @@ def check_allowed(name: str, value: Any) -> None:
         check_choice(name, each, ALLOWABLE)
 
 
-def check_init_from(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError unless `value` is a path from which TensorFlow can read."""
-    check_checkpoint_path(name, value, "runs/digits/ckpt-1000")
-
-
 def check_expressions(name: str, value: Any) -> None:
     """Raises TypeError unless `value` holds regular expressions; a string would be one a letter."""
     if isinstance(value, str):
@@ -88,7 +83,7 @@ class Checkpoints:
     best_is: str = choice("lowest", tuple(BETTER))
     data_resume: str = choice("exact", RESUME_MODES)
     allow_changes: Sequence[str] = checked((), check_allowed, **{CHOICES: ALLOWABLE})
-    init_from: str | pathlib.Path | None = checked(None, check_init_from)
+    init_from: str | pathlib.Path | None = checked(None, check_checkpoint_path)
     init_from_skip: Sequence[str] = checked((), check_expressions)
 
     def __post_init__(self) -> None:

@@ -174,7 +174,7 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def check_export(path: Any, precision: object) -> None:
     """Raises TypeError or ValueError unless a model can be exported with these arguments."""
-    check_path("path", path, "model.keras")
+    check_path("path", path)
     if pathlib.Path(path).suffix not in {".keras", ""}:
         raise ValueError(f"`path` must end in .keras, or have no suffix; got {str(path)!r}")
     check_choice("precision", precision, PRECISIONS)

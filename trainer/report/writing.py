@@ -31,8 +31,9 @@ def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None 
         >>> pathlib.Path(write_report(run)).name, (run / "report" / "loss.png").exists()
         ('report.html', True)
     """
-    check_path("run_dir", run_dir, "runs/digits")
-    check_path("output", output, "report", optional=True)
+    check_path("run_dir", run_dir)
+    if output is not None:
+        check_path("output", output)
     try:
         run = read_run(run_dir)
     except OSError as error:

@@ -36,7 +36,7 @@ def resolve_folder(model_dir: str | pathlib.Path | None) -> pathlib.Path | None:
     """Returns `model_dir` as an absolute path, which does not follow the working directory."""
     if model_dir is None:
         return None
-    check_checkpoint_path("model_dir", model_dir, "runs/digits")
+    check_checkpoint_path("model_dir", model_dir)
     return local_path(model_dir).absolute()
 
 

@@ -31,7 +31,7 @@ class TrainState(tf.Module):
             TypeError: if `rule` is not a loss-scale rule.
             ValueError: if `seed` is outside its range.
         """
-        check_seed(seed, bits=63, why="The seed is stored as an int64.")
+        check_seed(seed, bits=63)
         super().__init__(name="train_state")
         self.loss_scaler = scaling.LossScaler(rule)
         self.outcomes = counter("outcomes", len(scaling.Cause))

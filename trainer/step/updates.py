@@ -6,7 +6,6 @@ from typing import Any
 
 from scaling.base.argument_checks import is_integer, is_number, shown
 from strategies.checks import REDUCE_DTYPES
-from trainer.base.argument_checks import check_ema_momentum
 from trainer.base.fields import check_fields, checked, choice, count, switch
 
 # A smaller bound is 0 in float32. With a larger one, the product of a gradient and the bound, which
@@ -18,6 +17,12 @@ def check_bound(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` can bound gradients in float32."""
     if not is_number(value) or not SMALLEST <= value <= LARGEST:
         raise ValueError(f"`{name}` must be None, or from 2^-126 to 2^63; got {shown(value)}")
+
+
+def check_momentum(name: str, value: Any) -> None:
+    """Raises ValueError, naming the argument, unless `value` is strictly between 0 and 1."""
+    if not is_number(value) or not 0 < value < 1:
+        raise ValueError(f"`{name}` must be strictly between 0 and 1; got {shown(value)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Updates:
     global_clipnorm: float | None = checked(None, check_bound)
     clipnorm: float | None = checked(None, check_bound)
     clipvalue: float | None = checked(None, check_bound)
-    ema_momentum: float | None = checked(None, lambda _, value: check_ema_momentum(value))
+    ema_momentum: float | None = checked(None, check_momentum)
     alternate_optimizers: bool = switch(default=False)
     updates_per_step: Mapping[str, int] = dataclasses.field(default_factory=dict)
     reduce_dtype: str | None = choice(None, REDUCE_DTYPES)

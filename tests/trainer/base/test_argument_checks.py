@@ -1,4 +1,4 @@
-"""Argument checks: what each accepts, and the whole message for what it refuses."""
+"""Argument checks: what each accepts and refuses."""
 
 import pathlib
 
@@ -10,7 +10,6 @@ from trainer.base.argument_checks import (
     check_checkpoint_path,
     check_choice,
     check_count,
-    check_ema_momentum,
     check_nonnegative,
     check_path,
     check_seed,
@@ -40,58 +39,18 @@ def test_a_nonnegative_count_may_be_zero(value):
 def test_a_bool_is_true_or_false(value):
     """0 and 1 are refused, since a count may have been meant."""
     check_bool("shuffle", value=True)
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="`shuffle`"):
         check_bool("shuffle", value)
-
-    assert str(error.value) == (
-        f"`shuffle` must be True or False; got {value!r}. This argument is an on/off switch. "
-        "Pass True or False."
-    )
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True])
 def test_a_seed_fits_its_bits(seed):
-    """None and the whole range are accepted; the reason in the message can be changed."""
+    """None and the whole range are accepted."""
     for good in (None, 0, 2**32 - 1):
         check_seed(good)
-    with pytest.raises(ValueError, match="`seed`") as error:
+    with pytest.raises(ValueError, match="`seed`"):
         check_seed(seed)
-
-    assert str(error.value) == (
-        f"`seed` must be an int from 0 to 2^32 - 1, or None; got {seed!r}. NumPy's seed must be "
-        "in this range too. Use 0, for example."
-    )
     check_seed(2**32, bits=63)
-
-
-@pytest.mark.parametrize(
-    ("optional", "value", "rule"),
-    [(False, None, "a path"), (True, 3, "a path or None"), (True, "", "a path or None")],
-)
-def test_a_path_is_a_nonempty_string_or_path(optional, value, rule):
-    """None is accepted only where the argument is optional."""
-    check_path("model_dir", pathlib.Path("runs"), "runs/digits")
-    check_path("model_dir", None, "runs/digits", optional=True)
-    with pytest.raises(TypeError) as error:
-        check_path("model_dir", value, "runs/digits", optional=optional)
-
-    assert str(error.value) == (
-        f"`model_dir` must be {rule}; got {value!r}. This argument names a file or a folder. "
-        'Pass "runs/digits", for example.'
-    )
-
-
-def test_a_name_that_no_file_can_have_is_refused():
-    """255 bytes are taken, and not one more; the bytes count, and not the characters."""
-    check_path("init_from", "runs/" + "x" * 255, "runs/digits")
-    for path in ("x" * 256, "runs/" + "ä" * 128 + "/ckpt-8"):
-        with pytest.raises(ValueError) as error:  # noqa: PT011
-            check_path("init_from", path, "runs/digits")
-
-        assert str(error.value) == (
-            "`init_from` must have names of at most 255 bytes; got a name of 256. No usual file "
-            'system takes a longer one. Pass "runs/digits", for example.'
-        )
 
 
 def test_a_model_dir_is_created_and_written_to(tmp_path):
@@ -101,75 +60,36 @@ def test_a_model_dir_is_created_and_written_to(tmp_path):
     assert list((tmp_path / "a" / "b").iterdir()) == []
     taken = tmp_path / "notes.txt"
     taken.touch()
-    with pytest.raises(ValueError, match="`model_dir`") as error:
+    with pytest.raises(ValueError, match="`model_dir`"):
         check_writable(taken)
-
-    assert str(error.value) == (
-        f"`model_dir` must be a writable directory; got '{taken}': File exists. Checkpoints and "
-        "logs are written there. Choose another directory, or pass None to write no files."
-    )
 
 
 @pytest.mark.parametrize(
-    ("value", "remedy"),
-    [
-        ("retri", "Did you mean 'retry'?"),
-        (None, "Pass one of these values."),
-        (7, "Pass one of these values."),
-    ],
+    ("value", "remedy"), [("retri", "Did you mean 'retry'"), (None, "got None"), (7, "got 7")]
 )
 def test_a_choice_is_one_of_a_list(value, remedy):
     """The nearest choice is suggested if there is one."""
     check_choice("on_overflow", "skip", ("skip", "retry"))
-    with pytest.raises(ValueError, match="`on_overflow`") as error:
+    with pytest.raises(ValueError, match=f"`on_overflow` must be one of .*{remedy}"):
         check_choice("on_overflow", value, ("skip", "retry"))
-
-    assert str(error.value) == (
-        f"`on_overflow` must be one of 'skip', 'retry'; got {value!r}. There are no other choices. "
-        f"{remedy}"
-    )
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, "0.9", True])
-def test_an_ema_momentum_lies_between_0_and_1(value):
-    """Neither bound is included; None means that no average is kept."""
-    check_ema_momentum(None)
-    check_ema_momentum(0.999)
-    with pytest.raises(ValueError, match="`ema_momentum`") as error:
-        check_ema_momentum(value)
-
-    assert str(error.value) == (
-        f"`ema_momentum` must be strictly between 0 and 1; got {value!r}. Each update keeps this "
-        "fraction of the old average. 0.999 is a common choice."
-    )
 
 
 @pytest.mark.parametrize(
-    "url", ["gs://bucket/run", "s3://b/x", "ram://x", "file:///tmp/x", "hdfs:/x"]
+    "path", ["", "gs://bucket/run", "s3://b/x", "ram://x", "file:///tmp/x", "hdfs:/x"]
 )
-def test_a_url_is_no_local_path(url):
-    """It would become a local folder of that name."""
-    with pytest.raises(ValueError, match="`model_dir`") as error:
-        check_path("model_dir", url, "runs/digits")
-
-    assert str(error.value) == (
-        f"`model_dir` must be a local path; got {url!r}. Files are locked and renamed as they are "
-        "written, which object stores do not offer. Mount the store as a folder and pass that "
-        "folder, or copy the files when the run has ended."
-    )
+def test_a_url_is_no_local_path(path):
+    """It would become a local folder of that name, and an empty path the working directory."""
+    check_path("model_dir", pathlib.Path("runs"))
+    with pytest.raises(ValueError, match="`model_dir`"):
+        check_path("model_dir", path)
 
 
-@pytest.mark.parametrize(("path", "sign"), [("/runs/[64,32]/a", "["), ("/runs/a\\b", "\\")])
-def test_a_path_that_tensorflow_cannot_read_back_is_refused(path, sign):
+@pytest.mark.parametrize("path", ["/runs/[64,32]/a", "/runs/a\\b"])
+def test_a_path_that_tensorflow_cannot_read_back_is_refused(path):
     """TensorFlow takes brackets and backslashes for a pattern; other signs are harmless."""
-    check_checkpoint_path("model_dir", "/runs/lr=1e-3, été *?", "runs/digits")
-    with pytest.raises(ValueError, match="`model_dir`") as error:
-        check_checkpoint_path("model_dir", path, "runs/digits")
-
-    assert str(error.value) == (
-        f"`model_dir` must not contain {sign!r}; got {path!r}. TensorFlow reads the path of a "
-        "checkpoint as a pattern, and would not find it again. Use another name."
-    )
+    check_checkpoint_path("model_dir", "/runs/lr=1e-3, été *?")
+    with pytest.raises(ValueError, match="`model_dir`"):
+        check_checkpoint_path("model_dir", path)
 
 
 def test_a_bracket_in_the_working_directory_counts(tmp_path, monkeypatch):
@@ -177,7 +97,7 @@ def test_a_bracket_in_the_working_directory_counts(tmp_path, monkeypatch):
     (tmp_path / "[a]").mkdir()
     monkeypatch.chdir(tmp_path / "[a]")
     with pytest.raises(ValueError, match="must not contain"):
-        check_checkpoint_path("model_dir", "run", "runs/digits")
+        check_checkpoint_path("model_dir", "run")
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch):

@@ -26,7 +26,7 @@ def test_the_bound_that_is_set():
     ("name", "arguments"),
     [
         ("global_clipnorm", {"global_clipnorm": 1.0, "clipnorm": 1.0}),
-        ("ema_momentum", {"ema_momentum": 1.0}),
+        *[("ema_momentum", {"ema_momentum": value}) for value in (0.0, 1.0, -0.5, "0.9", True)],
         ("updates_per_step", {"alternate_optimizers": True, "updates_per_step": {"critic": 0}}),
         ("updates_per_step", {"updates_per_step": {"critic": 5}}),
         ("reduce_dtype", {"reduce_dtype": "float8"}),
