@@ -96,11 +96,10 @@ def make(model_dir, slow="nothing", data_resume="skip", **arguments):
         background=slow == "saving in a thread",
         data_resume=data_resume,
     )
-    trainer = SignalledRun(steps_per_loop=1_000_000, checkpoints=checkpoints, **arguments)
     if slow == "acting":
         act = Action(lambda trainer: trainer.nap(slow, SLOW[slow]), INTERVAL)
-        trainer.actions.append(act)
-    return trainer
+        arguments["callbacks"] = [act]
+    return SignalledRun(steps_per_loop=1_000_000, checkpoints=checkpoints, **arguments)
 
 
 def train(trainer, slow, steps):

@@ -361,7 +361,7 @@ class Task:
         """
 
     def on_loop_end(self, step: int) -> None:
-        """Called after each inner loop, its logging, evaluation and actions, and before saving."""
+        """Called after each inner loop, its log line and evaluation, and before saving."""
 
     def on_recovery(self, step: int, restored: int) -> None:
         """Called when a run that diverged by `step` has been rolled back to step `restored`."""

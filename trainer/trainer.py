@@ -25,7 +25,6 @@ from trainer.base.argument_checks import (
 from trainer.base.autograph import without_autograph
 from trainer.base.folder_lock import only_writer
 from trainer.base.scoped_seed import ScopedSeed, random_numbers_kept
-from trainer.callbacks.action import Action
 from trainer.callbacks.callback import HOOKS, Callback, check_callbacks
 from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitoring import Monitoring
@@ -96,9 +95,10 @@ from trainer.run.declared import check_same_data, check_same_run, evaluated_of
 from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
 from trainer.run.follow import calls_of
+from trainer.run.listeners import Results, TrainRequest
 from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
-from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
+from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
 from trainer.run.resolve import (
     LossScaleArgument,
@@ -202,9 +202,9 @@ class Trainer(Task):
         log_interval: number of steps between log lines.
         verbose: what to print. True: a progress bar on a terminal, lines elsewhere. "detailed":
             lines on a terminal too, with every skipped step and every variable. False: nothing.
-        callbacks: a sequence of `trainer.Callback`, whose hooks are called after the trainer's own,
-            and of `trainer.Action`, each a function to call every given number of steps or seconds.
-            `trainer.callbacks` has some that are ready to use.
+        callbacks: a sequence of `trainer.Callback`, whose hooks are called after the trainer's own.
+            `trainer.callbacks` has some that are ready to use; a `trainer.Action` calls a function
+            every given number of steps or seconds.
 
     Args: Groups of settings
         losses: a `trainer.Losses`: what a loss returns, and the factors of losses.
@@ -252,7 +252,7 @@ class Trainer(Task):
         seed: int | None = None,
         log_interval: int = 100,
         verbose: bool | str = True,
-        callbacks: Sequence[Callback | Action] = (),
+        callbacks: Sequence[Callback] = (),
         losses: Losses = Losses(),
         updates: Updates = Updates(),
         checkpoints: Checkpoints = Checkpoints(),
@@ -285,8 +285,7 @@ class Trainer(Task):
         self._seeded = ScopedSeed(self.seed)
         self.style = resolve_style(verbose, shown=self.is_chief)
         check_callbacks(callbacks)
-        self.callbacks = [each for each in callbacks if isinstance(each, Callback)]
-        self.actions = [each for each in callbacks if isinstance(each, Action)]
+        self.callbacks = list(callbacks)
         self.updates, self.checkpoints = updates, checkpoints
         self.skips, self.monitoring = skips, monitoring
         self.trackers = [make_tracker(each) for each in monitoring.trackers]
@@ -538,7 +537,7 @@ class Trainer(Task):
         """Takes one step with a batch: for data that is made during training.
 
         A step and what follows it are as in `train`: skipped steps, loss scale, log lines every
-        `log_interval` steps, actions, callbacks, and checkpoints every `checkpoints.interval` steps
+        `log_interval` steps, callbacks, and checkpoints every `checkpoints.interval` steps
         and by `save_checkpoint`. The first call builds the model and resumes the run. SIGTERM and
         `stop` do not end anything. docs/online.md has more.
 
@@ -921,9 +920,9 @@ class Trainer(Task):
         the run's own evaluations, to the bit. The results are written to `model_dir/eval`, and with
         keep_best the best models too; nothing else in `model_dir` is touched. `on_evaluate_begin`
         and `on_evaluate_end` of the trainer and of its callbacks are called, except callbacks that
-        act on training, such as EarlyStopping; actions are not. The call ends when the run has
-        reached its target and all checkpoints are evaluated. Called again, it goes on after the
-        last one. No optimizer is needed, unless it keeps the moving average of the weights.
+        act on training, such as EarlyStopping. The call ends when the run has reached its target
+        and all checkpoints are evaluated. Called again, it goes on after the last one. No optimizer
+        is needed, unless it keeps the moving average of the weights.
 
         Args:
             data: as for `evaluate`.
@@ -943,9 +942,7 @@ class Trainer(Task):
                 it has several workers, or for the same reasons as `evaluate`.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT.
         """
-        model_dir = check_follower(
-            self.model_dir, last_step, timeout_secs, self.strategy, trained=self._begun
-        )
+        model_dir = check_follower(self.model_dir, last_step, self.strategy, trained=self._begun)
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
         self.data_argument = "data"
@@ -1341,9 +1338,9 @@ class Trainer(Task):
     def check_unchanged(self) -> None:
         """Raises ValueError if a hook or an action has changed what the step was traced with.
 
-        `train` calls it before each inner loop. Without hooks and actions it does nothing.
+        `train` calls it before each inner loop. Without hooks and callbacks it does nothing.
         """
-        if self.actions or any(self.overrides(hook) for hook in HOOKS):
+        if self.callbacks or any(self.overrides(hook) for hook in HOOKS):
             check_unchanged(self, self._parts, self._setup)
 
     def note_setup(self) -> None:

@@ -418,7 +418,7 @@ def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
     healthy = trainer("")
     assert_resumes(tmp_path, FAULT, undisturbed, trainer=healthy)
     # The action was not called at the step where the evaluation raised.
-    assert healthy.actions[0].call.calls == (5 if place == "an evaluation" else 6)
+    assert healthy.callbacks[0].call.calls == (5 if place == "an evaluation" else 6)
 
 
 def flip(path):

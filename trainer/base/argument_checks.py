@@ -72,11 +72,6 @@ def as_returned_loss(value: Any, what: str) -> tf.Tensor:
     return tf.cast(loss, tf.float32)
 
 
-def check_nonnegative(name: str, value: object) -> None:
-    """Raises ValueError, naming the argument, unless `value` is an int of at least 0."""
-    check_integer(name, value, 0)
-
-
 def check_bool(name: str, value: object) -> None:
     """Raises TypeError, naming the argument, unless `value` is True or False.
 

@@ -1,19 +1,16 @@
 """Functions to call at regular intervals during a run, in steps or in seconds."""
 
-import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-from scaling.base.argument_checks import is_number, shown
-from trainer.base.argument_checks import as_python, check_count
-from trainer.loop.inner import crossed
+from trainer.base.argument_checks import check_count
+from trainer.callbacks.callback import Callback
+from trainer.loop.inner import next_multiple
 
 
-@dataclasses.dataclass
-class Action:
-    """A function that the trainer calls between inner loops at regular intervals.
+class Action(Callback):
+    """A callback that calls a function at regular intervals, between inner loops.
 
     A period in steps is exact, because an inner loop ends at each of its multiples. A period in
     seconds is checked between inner loops, so a call may come late but never early.
@@ -26,7 +23,6 @@ class Action:
         every_secs: the period in seconds, or None. Give either `every_steps` or `every_secs`.
 
     Raises:
-        TypeError: if `call` is not callable.
         ValueError: unless exactly one period is given, and it is positive.
 
     Example:
@@ -35,56 +31,56 @@ class Action:
         (True, False)
     """
 
-    call: Callable[[Any], None]
-    every_steps: int | None = None
-    every_secs: float | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the arguments and starts the clock."""
-        if not callable(self.call):
-            raise TypeError(
-                f"`call` must be a function; got {type(self.call).__name__}. The function is "
-                "called with the trainer. Pass lambda trainer: print(trainer.totals), for example."
-            )
-        if (self.every_steps is None) == (self.every_secs is None):
+    def __init__(
+        self,
+        call: Callable[[Any], None],
+        every_steps: int | None = None,
+        every_secs: float | None = None,
+    ) -> None:
+        """Checks the periods and starts the clock."""
+        if (every_steps is None) == (every_secs is None):
             raise ValueError(
-                f"`every_steps` must be given if and only if `every_secs` is None; got "
-                f"every_steps={self.every_steps!r}, every_secs={self.every_secs!r}. An action has "
-                "one period. Pass either every_steps= or every_secs=."
+                f"`every_steps` or `every_secs` must be given, not both; got {every_steps!r}, "
+                f"{every_secs!r}"
             )
-        if self.every_steps is not None:
-            check_count("every_steps", self.every_steps)
-            self.every_steps = as_python(self.every_steps)
-        secs = self.every_secs
-        if secs is not None and not (is_number(secs) and 0 < secs < math.inf):
-            raise ValueError(
-                f"`every_secs` must be positive and finite; got {shown(secs)}. The value is a "
-                "period in seconds. Pass 60 for once a minute."
-            )
+        if every_steps is not None:
+            check_count("every_steps", every_steps)
+        if every_secs is not None and not every_secs > 0:
+            raise ValueError(f"`every_secs` must be positive; got {every_secs}")
+        self.call = call
+        self.every_steps = every_steps
+        self.every_secs = every_secs
         self._last_call = time.monotonic()
+
+    @property
+    def key(self) -> str:
+        """The name under which checkpoints save the state: with the name of the function."""
+        name = getattr(self.call, "__qualname__", type(self.call).__qualname__)
+        return f"{super().key} {name}"
+
+    def next_stop(self, step: int) -> int | None:
+        """Returns the end of the present period in steps."""
+        return next_multiple(self.every_steps, step)
 
     def is_due(self, before: int, step: int) -> bool:
         """Returns whether a period has ended between step `before` and step `step`."""
         if self.every_secs is not None:
             return time.monotonic() - self._last_call >= self.every_secs
-        return crossed(self.every_steps, before, step)
+        return super().is_due(before, step)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the action's state as JSON types, for checkpoints.
+    def after(self, step: int) -> None:
+        """Calls the function and starts a new period."""
+        del step
+        self._last_call = time.monotonic()
+        self.call(self.trainer)
 
-        The state holds the seconds since the last call, and the result of `call.state_dict()` if
-        `call` has that method.
-        """
-        call_state = self.call.state_dict() if hasattr(self.call, "state_dict") else None
-        return {"elapsed_secs": time.monotonic() - self._last_call, "call": call_state}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the seconds since the last call, and the state of the function if it has one."""
+        state = self.call.state_dict() if hasattr(self.call, "state_dict") else None
+        return {"elapsed_secs": time.monotonic() - self._last_call, "call": state}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a state that `state` returned, with `call.load_state_dict` if it exists."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned, with `call.load_state_dict` if it exists."""
         self._last_call = time.monotonic() - state["elapsed_secs"]
         if state["call"] is not None and hasattr(self.call, "load_state_dict"):
             self.call.load_state_dict(state["call"])
-
-    def __call__(self, trainer: Any) -> None:
-        """Calls the function and starts a new period."""
-        self._last_call = time.monotonic()
-        self.call(trainer)

@@ -4,19 +4,46 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.callbacks.action import Action
+
+class Listener:
+    """Something that is called between a run's inner loops.
+
+    `OuterLoop` has one list of listeners. Log lines, evaluations, checkpoints and the profiler are
+    listeners like a user's callbacks.
+    """
+
+    # Whether the reports of all steps are read from the device before `after` is called, so that a
+    # run that is stuck or has diverged ends, or goes back, first.
+    reads = True
+
+    def before(self, step: int) -> None:
+        """Called before each inner loop, after `step` steps."""
+
+    def next_stop(self, step: int) -> int | None:
+        """Returns the next step at which an inner loop must end; None if there is none."""
+        del step
+        return None
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns whether to call `after`, once an inner loop has gone from `before` to `step`."""
+        stop = self.next_stop(before)
+        return stop is not None and stop <= step
+
+    def after(self, step: int) -> None:
+        """Called after an inner loop if it is due, in the order of the list."""
 
 
-class Callback:
+class Callback(Listener):
     """An object with hooks, for `Trainer(callbacks=[...])`.
 
     Subclass it and override the hooks that you need. They are those of a trainer, with the same
-    arguments, and are called right after the trainer's own, in the order of the list.
-    `self.trainer` is the trainer; `self.trainer.stop()` ends the run. `trainer.callbacks` has
-    callbacks that are ready to use.
+    arguments, and are called right after the trainer's own, in the order of the list. Besides,
+    `after(step)` is called at the steps that `next_stop` returns, after the log line and the
+    evaluation of that step. `self.trainer` is the trainer; `self.trainer.stop()` ends the run.
+    `trainer.callbacks` has callbacks that are ready to use.
 
-    If a hook changes what the callback remembers, override `state_dict` and `load_state_dict` as
-    well: checkpoints save the state, and a resumed run then acts like one without interruption.
+    If a callback remembers something, override `state_dict` and `load_state_dict` as well:
+    checkpoints save the state, and a resumed run then acts like one without interruption.
 
     Example:
         >>> import keras, numpy as np
@@ -40,8 +67,6 @@ class Callback:
     # Whether log lines end where epochs end, and nowhere else, and whether evaluations take place
     # there if the run has no `eval_interval`.
     per_epoch = False
-    # Whether reports are read after every inner loop, and not only when the run needs them.
-    wants_reports = False
     # Whether it acts on training itself, so that `evaluate_continuously`, which does not train,
     # leaves it out.
     needs_training = False
@@ -57,8 +82,7 @@ class Callback:
         trainer = self._owner() if self._owner else None
         if trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no trainer yet, or no longer: a trainer takes its "
-                "callbacks when it is made. Pass Trainer(callbacks=[...])."
+                f"{type(self).__name__} has no trainer; pass Trainer(callbacks=[...])"
             )
         return trainer
 
@@ -71,11 +95,14 @@ class Callback:
         """
         if self._owner is not None:
             raise ValueError(
-                "`callbacks` must be new for each trainer; got a "
-                f"{type(self).__name__} that was passed to another trainer before. It would go on "
-                "from what it has seen in that run. Make a new one."
+                f"`callbacks` must be new for each trainer; got a used {type(self).__name__}"
             )
         self._owner = weakref.ref(trainer)
+
+    @property
+    def key(self) -> str:
+        """The name under which checkpoints save the state."""
+        return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the callback remembers, for checkpoints.
@@ -95,21 +122,15 @@ class Callback:
     def take_reports(self, steps: Any) -> None:
         """Called with each `StepReport` that is read, of shape (steps,), before any other hook."""
 
-    def set_run(self, steps_per_epoch: int | None, target: int) -> None:
-        """Called by `train` before anything is restored.
+    def set_epochs(self, length: int | None, began: int, before: int, target: int) -> None:
+        """Called by `train` once the run is restored, and after a rollback.
 
         Args:
-            steps_per_epoch: the length of the training data; None if it is not known.
+            length: the number of steps in a pass over the training data; None if it is not known.
+            began: the step at which the first pass over that data began: 0 unless the run was
+                trained on other data before.
+            before: the number of passes over other data before that.
             target: the step to reach.
-        """
-
-    def set_epochs(self, began: int, before: int) -> None:
-        """Called by `train` once the run is restored.
-
-        Args:
-            began: the step at which the first pass over the training data began: 0 unless the run
-                was trained on other data before.
-            before: the number of passes over that data.
         """
 
     def on_train_begin(self) -> None:
@@ -136,7 +157,7 @@ class Callback:
         """Called when the run has gone through the training data `epoch` times."""
 
     def on_loop_end(self, step: int) -> None:
-        """Called after each inner loop, its logging, evaluation and actions, and before saving."""
+        """Called after each inner loop, its log line, evaluation and `after`, and before saving."""
 
     def on_recovery(self, step: int, restored: int) -> None:
         """Called when a run that diverged by `step` has been rolled back to step `restored`."""
@@ -158,9 +179,8 @@ def keys_of(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """
     keyed: dict[str, Callback] = {}
     for callback in callbacks:
-        name = type(callback).__name__
-        same = sum(type(one).__name__ == name for one in keyed.values())
-        keyed[f"{name}_{same + 1}" if same else name] = callback
+        same = sum(each.key == callback.key for each in keyed.values())
+        keyed[f"{callback.key}_{same + 1}" if same else callback.key] = callback
     return keyed
 
 
@@ -175,11 +195,11 @@ def check_hooks(cls: type) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raises TypeError unless `callbacks` holds `Callback` and `Action` alone, with known hooks."""
+    """Raises TypeError unless `callbacks` holds `Callback` alone, with known hooks."""
     for callback in callbacks:
-        if not isinstance(callback, Callback | Action):
+        if not isinstance(callback, Callback):
             raise TypeError(
-                "`callbacks` must hold trainer.Callback and trainer.Action, with those of Keras in "
-                f"trainer.callbacks.KerasCallbacks; got a {type(callback).__name__}"
+                "`callbacks` must hold trainer.Callback, and Keras's in KerasCallbacks([...]); got "
+                f"{type(callback).__name__}"
             )
         check_hooks(type(callback))

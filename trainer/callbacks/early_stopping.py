@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from trainer.base.argument_checks import check_bool, check_nonnegative
 from trainer.callbacks.monitored import Monitored
 from trainer.callbacks.weights import read_weights, write_weights
 
@@ -63,8 +62,6 @@ class EarlyStopping(Monitored):
     ) -> None:
         """Checks and stores the arguments."""
         super().__init__(monitor, mode, min_delta)
-        check_nonnegative("patience", patience)
-        check_bool("restore_best_weights", restore_best_weights)
         self.patience = patience
         self.restore_best_weights = restore_best_weights
         self.wait = 0
@@ -85,14 +82,7 @@ class EarlyStopping(Monitored):
             if isinstance(callback, EarlyStopping):
                 callback.put_last_weights_back()
         if self.exhausted:
-            logging.warning(
-                "EarlyStopping has ended this run at step %s: %s was %s at step %s, and not better "
-                "since. To go on, pass a larger patience, or leave EarlyStopping out.",
-                self.stopped_step,
-                self.monitor,
-                self.best,
-                self.best_step,
-            )
+            logging.warning("EarlyStopping has ended this run before; to go on, raise patience")
             self.trainer.stop()
         else:
             self.stopped_step = None
@@ -107,15 +97,9 @@ class EarlyStopping(Monitored):
         self.wait += 1
         if self.exhausted:
             self.stopped_step = step
-            restored = f" The weights are those of step {self.best_step} again."
             logging.info(
-                "EarlyStopping ends this run at step %s: %s was %s at step %s, and not better "
-                "since.%s",
-                step,
-                self.monitor,
-                self.best,
-                self.best_step,
-                restored if self.restore_best_weights else "",
+                "EarlyStopping ends this run at step %s: %s was best, %s, at step %s",
+                *(step, self.monitor, self.best, self.best_step),
             )
             self.trainer.stop()
 

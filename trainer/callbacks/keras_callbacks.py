@@ -1,22 +1,29 @@
 """`KerasCallbacks`: runs callbacks of Keras with the calls and the logs that they expect."""
 
+import csv
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import logging
 
 from trainer.callbacks.callback import Callback
-from trainer.callbacks.csv_rows import take_back_rows
-from trainer.callbacks.keras_refused import (
-    check_keras_callbacks,
-    check_model_and_optimizer,
-    overrides,
-)
 from trainer.callbacks.monitored import resolve_mode
-from trainer.keras_compat import learning_rate_setting
+from trainer.step.objective import average_weights
 
+# What cannot work with a trainer, and what to use instead.
+REFUSED = {
+    keras.callbacks.BackupAndRestore: "pass model_dir= to Trainer",
+    keras.callbacks.OrbaxCheckpoint: "pass model_dir= to Trainer",
+    keras.callbacks.SwapEMAWeights: "the trainer evaluates with the average by itself",
+    keras.callbacks.TerminateOnNaN: 'pass Skips(on_nonfinite_loss="raise") to Trainer',
+    keras.callbacks.CallbackList: "pass the callbacks that are in it",
+}
+# Hooks that Keras calls for every batch of an evaluation, which is one graph call here.
+NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end")
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 # Attributes of Keras's callbacks that are not what they remember. `min_delta` changes its sign when
 # the first value is compared.
@@ -72,7 +79,7 @@ class KerasCallbacks(Callback):
         """Checks and stores the callbacks."""
         check_keras_callbacks(callbacks)
         self.callbacks = list(callbacks)
-        self.wants_reports = any(
+        self._hears_of_batches = any(
             overrides(callback, hook) for callback in self.callbacks for hook in BATCH_HOOKS
         )
         self._as_made = [dict(remembered(callback)) for callback in self.callbacks]
@@ -105,12 +112,14 @@ class KerasCallbacks(Callback):
         pairs = zip(found, saves_all, strict=True)
         return [name for name, unused in pairs if isinstance(name, str) and not unused]
 
-    def set_run(self, steps_per_epoch: int | None, target: int) -> None:
-        """Notes the length of an epoch, which `train` has checked."""
-        self._steps_per_epoch, self._target = steps_per_epoch or 1, target
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns whether the reports are needed after each inner loop."""
+        del before, step
+        return self._hears_of_batches
 
-    def set_epochs(self, began: int, before: int) -> None:
-        """Notes where epochs begin."""
+    def set_epochs(self, length: int | None, began: int, before: int, target: int) -> None:
+        """Notes where epochs begin. `train` has checked that their length is known."""
+        self._steps_per_epoch, self._target = length or 1, target
         self._began, self._epochs_before = began, before
 
     def _epoch_at(self, step: int) -> tuple[int, int]:
@@ -123,8 +132,7 @@ class KerasCallbacks(Callback):
         trainer = self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         several = isinstance(optimizer, dict)
-        rate = None if several else learning_rate_setting(optimizer)
-        check_model_and_optimizer(self.callbacks, model, optimizer, rate)
+        check_keeps_what_is_evaluated(self.callbacks, optimizer)
         state = self._loaded or (self.state_dict() if self._begun else None)
         for callback in self.callbacks:
             if chooses_mode(callback):  # Keras looks for the metric in a model that is compiled
@@ -174,7 +182,7 @@ class KerasCallbacks(Callback):
         if batch == 0:
             self._forget_epoch()
             self._call("on_epoch_begin", epoch)
-        if self.wants_reports:
+        if self._hears_of_batches:
             self._call("on_train_batch_begin", batch)
 
     def take_reports(self, steps: Any) -> None:
@@ -183,7 +191,7 @@ class KerasCallbacks(Callback):
         weights = np.asarray(steps.weight, np.float64)[applied]
         self._loss_sum += float(np.sum(np.asarray(steps.loss, np.float64)[applied] * weights))
         self._weight_sum += float(np.sum(weights))
-        if self.wants_reports and self._list:
+        if self._hears_of_batches and self._list:
             metrics = self.trainer.metrics.items()
             logs = {name: float(metric.result()) for name, metric in metrics}
             last = self._epoch_at(int(steps.step[-1]) - 1)[1]
@@ -278,6 +286,50 @@ class KerasCallbacks(Callback):
         ]
 
 
+def check_keras_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raises TypeError or ValueError unless `callbacks` holds callbacks of Keras that can work."""
+    for callback in callbacks:
+        name = type(callback).__name__
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise TypeError(f"`callbacks` must hold keras.callbacks.Callback; got {name}")
+        for cls, remedy in REFUSED.items():
+            if isinstance(callback, cls):
+                raise ValueError(f"`callbacks` must not hold {name}: {remedy}")
+        of_keras = type(callback).__module__.startswith("keras.")
+        for hook in NEVER_CALLED:
+            # A LambdaCallback has a user's functions as attributes.
+            if hook in vars(callback) or (overrides(callback, hook) and not of_keras):
+                raise ValueError(f"`callbacks` must not use {hook}; got {name}: nothing calls it")
+
+
+def check_keeps_what_is_evaluated(
+    callbacks: list[keras.callbacks.Callback], optimizer: Any
+) -> None:
+    """Raises ValueError if a callback would keep other weights than those that were evaluated."""
+    optimizers = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
+    for callback in callbacks:
+        if keeps_best(callback) and average_weights(optimizers):
+            raise ValueError(
+                f"`callbacks` must not hold {type(callback).__name__} for {callback.monitor}: "
+                "evaluations use the average of the weights; use Checkpoints(keep_best=)"
+            )
+
+
+def keeps_best(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback keeps the weights that had the best result of an evaluation."""
+    keeps = (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_best_only) or (
+        isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
+    )
+    return bool(keeps and callback.monitor.startswith("val_"))
+
+
+def overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
+    """Returns whether a callback has a method of its own, in its class or as an attribute."""
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(
+        keras.callbacks.Callback, hook
+    )
+
+
 def chooses_mode(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback of Keras looks for a direction in which its metric is better."""
     waits = isinstance(callback, keras.callbacks.EarlyStopping) or (
@@ -324,3 +376,32 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other) or isinstance(one, np.ndarray):
         return False
     return bool(one == other)
+
+
+def take_back_rows(logger: keras.callbacks.CSVLogger, epochs: int) -> None:
+    """Removes the rows of epochs that will be trained again from a logger's file.
+
+    Only rows at the end of the file are removed. An earlier run's, before them, are kept.
+
+    Args:
+        logger: the logger, whose rows are written by now.
+        epochs: number of epochs that the run has ended at the checkpoint.
+    """
+    if not tf.io.gfile.exists(logger.filename):
+        return
+    with tf.io.gfile.GFile(logger.filename, "r") as file:
+        text = file.read()
+    rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=logger.sep))
+    kept, following = rows[:], float("inf")
+    while kept and epochs <= (number := epoch_of(kept[-1])) < following:
+        following = number
+        kept.pop()
+    if len(kept) < len(rows):
+        lines = text.splitlines(keepends=True)
+        with tf.io.gfile.GFile(logger.filename, "w") as file:
+            file.write("".join(lines[: len(lines) - (len(rows) - len(kept))]))
+
+
+def epoch_of(row: list[str]) -> int:
+    """Returns the epoch in the first column; -1 for the header, and for anything else."""
+    return int(row[0]) if row and row[0].isdecimal() else -1

@@ -2,14 +2,11 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from scaling.base.argument_checks import is_number
-from trainer.base.argument_checks import check_count
 from trainer.callbacks.callback import Callback
 from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
 from trainer.callbacks.stuck import TrainingStuckError
@@ -34,8 +31,6 @@ class Sweep(Callback):
         rates: shape (steps,): the learning rates.
     """
 
-    wants_reports = True
-
     def __init__(self, rates: np.ndarray) -> None:
         """Has no losses yet."""
         self.rates = rates
@@ -45,8 +40,12 @@ class Sweep(Callback):
 
     def on_train_begin(self) -> None:
         """Raises ValueError unless the learning rate is a number."""
-        why, remedy = "the search could not set it", "search with a number in its place"
-        check_rates_are_numbers(self.trainer, "find_learning_rate", why, remedy)
+        check_rates_are_numbers(self.trainer, "find_learning_rate")
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns True: the report is needed after each step."""
+        del before, step
+        return True
 
     def on_loop_begin(self, step: int) -> None:
         """Sets the learning rate of the next step."""
@@ -90,10 +89,8 @@ def find_learning_rate(
         steps: the number of steps.
 
     Raises:
-        TypeError: if `make` is not a function.
-        ValueError: if the learning rates are not positive and growing; if the trainer was made
-            without the settings, has a model_dir, or an optimizer with a schedule; if too few steps
-            could be applied.
+        ValueError: if the trainer was made without the settings, has a model_dir, or an optimizer
+            with a schedule; if too few steps could be applied.
 
     Example:
         >>> import functools, keras, numpy as np
@@ -106,40 +103,18 @@ def find_learning_rate(
         >>> 0.001 < found.suggestion < 1.0
         True
     """
-    if not callable(make):
-        raise TypeError(
-            f"`make` must be a function; got {type(make).__name__}. The search needs a new "
-            "trainer, whose weights it may spoil. Pass functools.partial(Trainer, model=..., ...) "
-            "with functions that make the model and the optimizer."
-        )
-    if not (is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr < math.inf):
-        raise ValueError(
-            f"`min_lr` must be positive and below `max_lr`; got min_lr={min_lr!r}, "
-            f"max_lr={max_lr!r}. The learning rate grows from one to the other. Pass 1e-6 and 1.0, "
-            "for example."
-        )
-    check_count("steps", steps)
     sweep = Sweep(np.geomspace(min_lr, max_lr, steps))
     settings = {"callbacks": [sweep], "steps_per_loop": 1, "log_interval": steps, "verbose": False}
     trainer = make(**settings)
     if sweep not in trainer.callbacks or trainer.steps_per_loop != 1:
-        raise ValueError(
-            "`make` must pass its keyword arguments on to the trainer; got a trainer that lacks "
-            "them. They are what the search consists of: a callback, and settings that go with it. "
-            "Write `def make(**settings): return Trainer(..., **settings)`, for example."
-        )
+        raise ValueError("`make` must pass its keyword arguments on to the trainer")
     if trainer.model_dir is not None:
-        raise ValueError(
-            f"`make` must make a trainer without model_dir; got {str(trainer.model_dir)!r}. The "
-            "run itself would go on from the checkpoints of the search. Leave model_dir out of "
-            "`make`, and pass it to the trainer of the run."
-        )
+        raise ValueError("`make` must make a trainer without model_dir")
     with contextlib.suppress(TrainingStuckError):  # the last learning rates were far too high
         trainer.train(data, steps, global_batch=global_batch)
     losses, rates = np.array(sweep.losses), np.array(sweep.used)
     if len(losses) < 5:  # fewer have no slope that is worth a name
         raise ValueError(
-            f"`steps` must be enough to see the loss fall; got {steps}, of which {len(losses)} "
-            "could be applied before the loss was too high. Pass more steps, or a lower min_lr."
+            f"`steps` must be more, or `min_lr` lower: of {steps}, {len(losses)} were applied"
         )
     return LearningRates(rates, losses, float(rates[np.argmin(losses)]) / 10)

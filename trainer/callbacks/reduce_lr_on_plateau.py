@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from scaling.base.argument_checks import is_number, shown
-from trainer.base.argument_checks import check_nonnegative
-from trainer.callbacks.monitored import Monitored, check_amount
+from trainer.callbacks.monitored import Monitored
 from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
 
 
@@ -44,14 +42,8 @@ class ReduceLROnPlateau(Monitored):
     ) -> None:
         """Checks and stores the arguments."""
         super().__init__(monitor, mode, min_delta)
-        if not (is_number(factor) and 0 < factor < 1):
-            raise ValueError(
-                f"`factor` must be between 0 and 1; got {shown(factor)}. The learning rate is "
-                "multiplied by it. Pass 0.1 for a tenth."
-            )
-        check_nonnegative("patience", patience)
-        check_nonnegative("cooldown", cooldown)
-        check_amount("min_lr", min_lr, "0 sets no bound")
+        if not 0 < factor < 1:
+            raise ValueError(f"`factor` must be between 0 and 1; got {factor}")
         self.factor = factor
         self.patience = patience
         self.cooldown = cooldown
@@ -60,8 +52,7 @@ class ReduceLROnPlateau(Monitored):
 
     def on_train_begin(self) -> None:
         """Raises ValueError unless all learning rates are numbers."""
-        why = "a reduction would have no effect"
-        check_rates_are_numbers(self.trainer, "ReduceLROnPlateau", why, "leave the callback out")
+        check_rates_are_numbers(self.trainer, "ReduceLROnPlateau")
 
     def take_value(self, step: int, value: float) -> None:
         """Counts a value, and reduces the learning rates after too many without improvement."""

@@ -6,10 +6,28 @@ import numpy as np
 from absl import logging
 
 import scaling
-from trainer.callbacks.hints import RunFacts, hint_for
 from trainer.log.summary import power_of_two
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.skips import Skips
+
+# What to try after skipped steps of a cause.
+DIVERGING = "the run diverges: lower the learning rate, or clip the gradients"
+HINTS = {
+    scaling.Cause.WEIGHTS: "go on from an earlier checkpoint, with a lower learning rate",
+    scaling.Cause.FORWARD: (
+        "look for inf or NaN in the data, the logarithm of 0, a division by 0, a label that is no "
+        "class and, in float16, activations above 65504"
+    ),
+    scaling.Cause.BACKWARD: (
+        "look for an infinite derivative, as of a square root at 0, or allow a lower loss scale"
+    ),
+    scaling.Cause.REDUCTION: DIVERGING,
+    scaling.Cause.UNSCALING: DIVERGING,
+    scaling.Cause.MODEL: (
+        "look for an infinite derivative, as of a square root at 0, or compute that layer in "
+        "float32: no loss scale helps"
+    ),
+}
 
 
 class TrainingStuckError(RuntimeError):
@@ -21,7 +39,6 @@ def check_not_stuck(
     settings: Skips,
     variable_names: list[str],
     record: pathlib.Path | None = None,
-    facts: RunFacts = RunFacts(),  # noqa: B008  # immutable
 ) -> None:
     """Raises TrainingStuckError if the run must not continue after these steps.
 
@@ -30,7 +47,6 @@ def check_not_stuck(
         settings: which skipped steps, and how many in a row, end the run.
         variable_names: the names of `model.trainable_variables`.
         record: the folder of the latest recorded overflow, or None.
-        facts: what the advice depends on.
     """
     if steps.grads_finite.all():
         return
@@ -38,44 +54,34 @@ def check_not_stuck(
     too_many_yet = steps.consecutive_skips >= settings.max_skips
     ends = np.flatnonzero(halting | too_many_yet)
     if not ends.size:
-        warn_of_skips(steps, settings, facts)
+        warn_of_skips(steps, settings)
         return
     # Parameter servers have taken further steps by then.
     steps = StepReport(*(field[: ends[0] + 1] for field in steps))
-    last, too_many = step_of(steps, ends[0]), too_many_yet[ends[0]]
+    last = step_of(steps, ends[0])
     cause = scaling.Cause(int(last.cause))
     if cause is scaling.Cause.WEIGHTS:
-        problem = f"Training cannot continue: the weights were not finite at step {last.step}."
-    elif too_many:
-        skips = last.consecutive_skips
-        steps_were = "1 step was" if skips == 1 else f"{skips} steps in a row were"
-        problem = f"Training is stuck: {steps_were} skipped by step {last.step}."
+        problem = f"the weights were not finite at step {last.step}"
+    elif too_many_yet[ends[0]]:
+        problem = f"{last.consecutive_skips} steps in a row were skipped by step {last.step}"
     else:
-        problem = f"Training cannot continue: the loss was not finite at step {last.step}."
-    replay = (
-        f" A skipped batch is recorded in {record}: run it again with --mode=replay or "
-        "Trainer.replay()."
-        if record
-        else ""
-    )
-    unscaled = isinstance(facts.rule, scaling.NoLossScale)
-    scales = "" if unscaled else f" Latest loss scales: {scale_path(steps)}."
+        problem = f"the loss was not finite at step {last.step}"
+    replay = f"; Trainer.replay({str(record)!r}) repeats one" if record else ""
     raise TrainingStuckError(
-        f"{problem} Cause of the last skip: {describe_skip(last, variable_names)}.{scales}{replay} "
-        f"{hint_for(cause, facts, int(last.consecutive_skips))}"
+        f"{problem}, cause {describe_skip(last, variable_names)}; loss scales {scale_path(steps)}: "
+        f"{HINTS[cause]}{replay}"
     )
 
 
-def warn_of_skips(steps: StepReport, settings: Skips, facts: RunFacts) -> None:
+def warn_of_skips(steps: StepReport, settings: Skips) -> None:
     """Warns if a series of skips begins with a non-finite loss, or a stuck run keeps waiting."""
     starts_row = steps.consecutive_skips == 1
     if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
-        hint = hint_for(scaling.Cause.FORWARD, facts)
-        logging.warning("A step was skipped, cause forward. %s", hint)
+        logging.warning("step skipped, cause forward: %s", HINTS[scaling.Cause.FORWARD])
     skips = int(steps.consecutive_skips[-1])
     if settings.on_stuck == "hold" and skips >= settings.max_consecutive:
         logging.warning(
-            "%d steps in a row were skipped; the run ends at %d.", skips, settings.max_skips
+            "%d steps in a row were skipped; the run ends at %d", skips, settings.max_skips
         )
 
 

@@ -4,7 +4,6 @@ import datetime as dt
 import time
 from typing import Any
 
-from scaling.base.argument_checks import is_number, shown
 from trainer.callbacks.callback import Callback
 
 
@@ -34,16 +33,9 @@ class Timer(Callback):
     """
 
     def __init__(self, duration: float | dt.timedelta) -> None:
-        """Checks and stores the duration."""
-        given = duration
-        if isinstance(duration, dt.timedelta):
-            duration = duration.total_seconds()
-        if not (is_number(duration) and duration > 0):
-            raise ValueError(
-                f"`duration` must be a positive number or datetime.timedelta; got {shown(given)}. "
-                "The run ends after that time. Pass 3600 for an hour."
-            )
-        self.duration = float(duration)
+        """Stores the duration."""
+        in_seconds = duration.total_seconds() if isinstance(duration, dt.timedelta) else duration
+        self.duration = float(in_seconds)
         self.elapsed = 0.0
         self._last = 0.0
 

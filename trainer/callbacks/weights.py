@@ -79,10 +79,7 @@ class BestWeights(Monitored):
             RuntimeError: if there are none yet.
         """
         if self.weights is None:
-            raise RuntimeError(
-                f"BestWeights has no weights yet: {self.monitor!r} has had no value that is not "
-                "NaN. Train first, with eval_data= for a result of evaluations."
-            )
+            raise RuntimeError(f"BestWeights has no weights yet: {self.monitor!r} had no value")
         write_weights(self.trainer, self.weights)
 
     def state_dict(self) -> dict[str, Any]:

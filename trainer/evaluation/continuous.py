@@ -18,7 +18,6 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
-from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count
 from trainer.checkpoint import folder
 from trainer.checkpoint.saver import PREFIX
@@ -229,7 +228,6 @@ def parsed(text: str) -> dict[str, Any]:
 def check_follower(
     model_dir: pathlib.Path | None,
     last_step: object,
-    timeout_secs: object,
     strategy: tf.distribute.Strategy,
     *,
     trained: bool,
@@ -239,7 +237,6 @@ def check_follower(
     Args:
         model_dir: the trainer's folder, or None.
         last_step: an argument of `evaluate_continuously`.
-        timeout_secs: an argument of `evaluate_continuously`.
         strategy: the trainer's strategy.
         trained: whether the trainer has trained itself.
 
@@ -247,27 +244,14 @@ def check_follower(
         `model_dir`.
     """
     if model_dir is None:
-        raise ValueError(
-            "`model_dir` must be given for evaluate_continuously; got None. The checkpoints are "
-            "looked for there. Pass the model_dir of the run."
-        )
+        raise ValueError("`model_dir` must be given for evaluate_continuously; got None")
     if last_step is not None:
         check_count("last_step", last_step)
-    if timeout_secs is not None and not (is_number(timeout_secs) and timeout_secs > 0):
-        raise ValueError(
-            f"`timeout_secs` must be positive, or None; got {shown(timeout_secs)}. Evaluations end "
-            "if there is no new checkpoint for so many seconds. Pass 3600 for an hour."
-        )
     if trained:
-        raise ValueError(
-            "`evaluate_continuously` must be called on a trainer that has not trained; got one "
-            "that has. The checkpoints would replace its weights. Call it in a process of its own, "
-            "or pass eval_data= to train."
-        )
+        raise ValueError("`evaluate_continuously` must be called on a trainer that has not trained")
     if strategies.capabilities(strategy).several_processes:
         raise ValueError(
-            "`strategy` must run in a single process for evaluate_continuously; got "
-            f"{type(strategy).__name__}. Workers could see different checkpoints. Use "
-            'strategy="default" or "mirrored" in the process that evaluates.'
+            "`strategy` must run in one process for evaluate_continuously; got "
+            f"{type(strategy).__name__}"
         )
     return model_dir

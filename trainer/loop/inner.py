@@ -1,6 +1,6 @@
 """The inner loop: many steps in one graph call, without any work on the host in between."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -152,36 +152,13 @@ def invariant_of(spec: tf.TypeSpec) -> tf.TensorShape | tf.TypeSpec:
     return spec if isinstance(spec, tf.RaggedTensorSpec) else spec.shape
 
 
-def next_stop(
-    step: int,
-    target: int,
-    steps_per_loop: int,
-    intervals: Iterable[int | None],
-    marks: Iterable[int] = (),
-) -> int:
-    """Returns the step at which the next inner loop ends: the earliest of all given limits.
+def next_multiple(interval: int | None, step: int, start: int = 0) -> int | None:
+    """Returns the first step after `step` that is a whole number of intervals after `start`.
 
-    Args:
-        step: the step at which the loop begins.
-        target: the last step of the run.
-        steps_per_loop: the largest number of steps in one loop, at most `LONGEST_LOOP`.
-        intervals: periods in steps; a loop ends at every multiple of each. None is ignored.
-        marks: individual steps at which a loop also ends.
+    Returns None without an interval.
 
     Example:
-        >>> next_stop(10, target=1000, steps_per_loop=100, intervals=[None, 25])
-        25
+        >>> next_multiple(25, 25), next_multiple(25, 26, start=10), next_multiple(None, 0)
+        (50, 35, None)
     """
-    multiples = [(step // interval + 1) * interval for interval in intervals if interval]
-    ahead = [mark for mark in marks if mark > step]
-    return min([step + min(steps_per_loop, LONGEST_LOOP), target, *multiples, *ahead])
-
-
-def crossed(interval: int | None, before: int, step: int) -> bool:
-    """Returns whether a multiple of `interval` lies in (before, step]; False for None.
-
-    Example:
-        >>> crossed(25, 20, 30), crossed(25, 30, 40), crossed(None, 0, 100)
-        (True, False, False)
-    """
-    return interval is not None and step // interval > before // interval
+    return interval and step + interval - (step - start) % interval

@@ -138,7 +138,7 @@ def check_same_run(
     settings = settings_in(trainer.checkpoints, trainer.monitoring) | {
         "steps_per_loop": trainer.steps_per_loop,
         "log_interval": trainer.log_interval,
-        "actions": sorted({each.every_steps or 0 for each in trainer.actions}),
+        "callbacks": sorted({each.next_stop(0) or 0 for each in trainer.callbacks}),
         "on_epoch_end": trainer.overrides("on_epoch_end"),
         "model_dir": trainer.model_dir is not None,
         "steps": request.target,

@@ -1,4 +1,11 @@
-"""Explains the error that occurs when another worker's process ends or stops responding."""
+"""What becomes of a run when another process of its job ends or no longer answers.
+
+TensorFlow raises an error in the other workers of a synchronous strategy, which is explained here.
+With parameter servers, its coordinator gives the steps of a worker that has died to another worker.
+It waits without an end for one that is stopped, and for a parameter server; the chief then hangs
+inside TensorFlow, where no exception reaches it. So a thread asks the others, and ends the chief's
+process.
+"""
 
 import contextlib
 import pathlib
@@ -6,8 +13,12 @@ import re
 from collections.abc import Callable, Iterator
 
 import tensorflow as tf
+from absl import logging
 
 import strategies
+from strategies.cluster import addresses_of
+from strategies.liveness import GONE, Answer, LifeWatch, ask
+from trainer.run.stop_signals import end
 
 TASK = re.compile(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 
@@ -36,10 +47,9 @@ def worker_loss_explained(
         if not lost:
             raise
         step, checkpoint = progress()
-        remedy = f"to continue from {checkpoint}." if checkpoint else "to start over."
+        remedy = f"to continue from {checkpoint}" if checkpoint else "to start over"
         raise WorkerLostError(
-            f"Lost {lost} after step {step}. Check what it printed for the cause. Restart all "
-            f"workers with the same command {remedy}"
+            f"lost {lost} after step {step}; restart all workers with the same command {remedy}"
         ) from error
 
 
@@ -62,3 +72,45 @@ def lost_worker(strategy: tf.distribute.Strategy, message: str) -> str | None:
         if (kind, index) != this_task:
             return f"{kind} {index} ({cluster.cluster_spec().task_address(kind, int(index))})"
     return None
+
+
+@contextlib.contextmanager
+def silent_members_end_the_run(
+    strategy: tf.distribute.Strategy, progress: Callable[[], tuple[int, pathlib.Path | None]]
+) -> Iterator[None]:
+    """Context manager: watches the other processes of a job with parameter servers.
+
+    If a parameter server or all workers have ended, or if one of them is stopped, this process
+    prints which one, and ends with exit code 75. Nothing is saved: what the servers hold cannot be
+    read.
+
+    Args:
+        strategy: the strategy that takes the steps.
+        progress: returns the last known step, and the newest checkpoint or None. It is called in
+            another thread, and must not read variables.
+    """
+    cluster = strategies.find_cluster() if strategies.is_asynchronous(strategy) else None
+    if cluster is None:
+        yield
+        return
+    addresses = addresses_of(cluster)
+    workers = [address for name, address in addresses.items() if name.startswith("worker")]
+    others = {name: each for name, each in addresses.items() if not name.startswith("chief")}
+
+    def lost(name: str, answer: Answer) -> None:
+        is_worker = name.startswith("worker")
+        alive = (ask(worker) is Answer.ALIVE for worker in workers)
+        if answer in GONE and is_worker and any(alive):
+            logging.warning("%s has ended; the other workers take its steps", name)
+            return
+        step, checkpoint = progress()
+        what = "has ended" if answer in GONE else "no longer answers"
+        remedy = f"to continue from {checkpoint}" if checkpoint else "to start over"
+        end(
+            f"lost {name} ({addresses[name]}) after step {step}: it {what}; run the same command "
+            f"again for all processes {remedy}"
+        )
+
+    # A server's variables end with it. TensorFlow notices, too, but may hang while it retries.
+    with LifeWatch(others, lost, irreplaceable=[n for n in others if n.startswith("ps")]):
+        yield

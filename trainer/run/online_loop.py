@@ -16,7 +16,8 @@ from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
 from trainer.replay.recorder import keep_overflow
-from trainer.run.outer_loop import OuterLoop, TrainRequest
+from trainer.run.listeners import TrainRequest
+from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
 from trainer.run.resolve import check_one_process
 from trainer.step.microbatch import Rows
@@ -33,12 +34,8 @@ def check_online(trainer: "Trainer") -> None:
     check_one_process("train_on_batch", trainer.strategy)
     waiting = [type(each).__name__ for each in trainer.callbacks if each.per_epoch]
     if waiting or trainer.overrides("on_epoch_end"):
-        raise ValueError(
-            "`train_on_batch` must not be used if something waits for the end of an epoch; got "
-            f"{waiting[0] if waiting else 'a hook on_epoch_end'}. Batches that are passed one by "
-            "one have no epochs. Use on_log(step, values) or an Action(call, every_steps=n) "
-            "instead."
-        )
+        what = waiting[0] if waiting else "a hook on_epoch_end"
+        raise ValueError(f"`train_on_batch` must not be used with {what}: there are no epochs")
 
 
 def check_no_place_is_lost(checkpoints: CheckpointSaver, data_resume: str | None) -> None:
@@ -53,10 +50,8 @@ def check_no_place_is_lost(checkpoints: CheckpointSaver, data_resume: str | None
         return
     if "data" in saved:
         raise ValueError(
-            "`train_on_batch` must come after train() when it resumes a run that train() has "
-            f"begun; got it first, with {checkpoints.latest}. The place in the data would be lost. "
-            f"Call train(data, steps={saved['step']}) before, with that data: it takes no step and "
-            'finds the place. Or pass data_resume="restart", to begin the data anew.'
+            "`train_on_batch` must come after train() with the same data, which finds the place in "
+            f'it; or pass data_resume="restart"; got {checkpoints.latest}'
         )
 
 
@@ -160,10 +155,8 @@ class OnlineLoop(OuterLoop):
     def _take(self, batch: Batch) -> BatchResult:
         """Does what `take` says."""
         before, parts = self._step, self._parts
-        self._trainer.call_hook("on_loop_begin", before)
-        self._trainer.check_unchanged()
-        if self._profile:
-            self._profile.before(before)
+        for listener in self._listeners:
+            listener.before(before)
         waited = time.perf_counter() - self._waiting_since
         try:
             report, (metrics, rows) = parts.run_batch(batch, tf.constant(waited, tf.float32))
@@ -176,9 +169,6 @@ class OnlineLoop(OuterLoop):
         if self._count_traces() != self._traces:
             self.note_setup()
         self._step = before + 1
-        if self._profile and self._profile.after(self._step):
-            folder = f"{self._trainer.model_dir}/plugins/profile"
-            self._log.say(f"profiled, for TensorBoard: {folder}")
         self._log.add(report, self._step, compiling=before == self._start)
         if parts.recorder:
             spec = tf.nest.map_structure(tf.type_spec_from_value, batch)

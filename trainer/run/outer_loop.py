@@ -1,10 +1,8 @@
-"""Runs one call of `Trainer.train`: the inner loops, and the work between them.
+"""Runs one call of `Trainer.train`: inner loops, and the listeners that are called between them.
 
-After each inner loop, the outer loop does the following, in this order: ends a run that is stuck,
-or rolls back a run that has diverged; writes the log and calls `on_log`; evaluates, keeps the model
-if it is one of the best, and calls `on_evaluate_end`; calls the actions; calls `on_epoch_end` and
-`on_loop_end`; saves a checkpoint. Saving comes last, so that every checkpoint has been checked
-first and includes the effects of all earlier items.
+`OuterLoop.__init__` has the list of the listeners. After each inner loop, those that are due are
+called in its order. If one of them needs the reports of the steps, these are read first: a run that
+is stuck ends, and a run that has diverged is rolled back.
 """
 
 import contextlib
@@ -12,17 +10,18 @@ import functools
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 import strategies
+from trainer.callbacks.callback import Listener
 from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitored import check_monitored
 from trainer.callbacks.profiling import Profile
-from trainer.checkpoint import CheckpointError, CheckpointSaver
-from trainer.checkpoint.best import BETTER, Best
+from trainer.checkpoint import CheckpointError
+from trainer.checkpoint.best import BETTER
 from trainer.data.errors import explain
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.evaluator import UnequalLengthsError
@@ -31,17 +30,27 @@ from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
 from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.log.trackers import TrackedRun
-from trainer.loop.inner import crossed, next_stop
+from trainer.loop.inner import LONGEST_LOOP
 from trainer.replay.recorder import keep_overflow
 from trainer.run.adapt import check_trained_as_saved
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
-from trainer.run.lost_worker import WorkerLostError, worker_loss_explained
+from trainer.run.listeners import (
+    Evaluations,
+    Hooks,
+    LogLines,
+    TimedCheckpoints,
+    TrainRequest,
+)
+from trainer.run.lost_worker import (
+    WorkerLostError,
+    silent_members_end_the_run,
+    worker_loss_explained,
+)
 from trainer.run.parts import Parts
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver
-from trainer.run.silent_members import silent_members_end_the_run
 from trainer.run.stop_signals import StopSignals, end
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.report import StepReport
@@ -49,8 +58,6 @@ from trainer.step.xla import WITH_PASSES
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
-
-Results = dict[str, float]
 
 UNSAVED = "several workers are not saved without each other"
 # What the log and the trackers record of what makes a run the same; `run.json` has all of it.
@@ -63,20 +70,6 @@ RECORDED = (
     "ema_momentum",
     "on_overflow",
 )
-
-
-class TrainRequest(NamedTuple):
-    """The arguments of one call of `train`, checked and resolved."""
-
-    target: int  # the step to reach
-    evaluate: Callable[[], Results | None] | None  # returns None if the evaluation was stopped
-    # Traces the evaluation, so that an error in it ends the run before the first step.
-    trace_evaluation: Callable[[], None] | None
-    eval_interval: int | None  # number of steps between evaluations; None: at the end only
-    export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
-    evaluate_at_start: bool = False  # whether to evaluate before the run's first step, too
-    results: Sequence[str] = ()  # the names of the results of an evaluation
-    due: int | None = None  # the step whose evaluation an earlier call has begun and not ended
 
 
 class OuterLoop:
@@ -117,29 +110,50 @@ class OuterLoop:
         self._went_on_at: int | None = None  # where this call went on after another one
         if watch and (divergence := trainer.monitoring.divergence):
             self._recovery = Recovery(trainer, parts, position, log, watch, divergence)
-        self._profile = None
-        if trainer.monitoring.profile_steps:
-            first, last = trainer.monitoring.profile_steps
-            self._profile = Profile((first, last), trainer.model_dir if trainer.is_chief else None)
-        self._best = BestModels(trainer, parts.checkpoints, log, request)
-        # The length of an epoch, if somebody waits for its end.
-        self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
-        self._log_interval: int | None = trainer.log_interval
-        self._eval_interval = request.eval_interval
         self._traces = 0  # of the step, when the trainer's setup was last noted
         self.failure: tf.errors.OpError | None = None  # what ended a step in its middle
-        self._counted_by_epochs = False  # whether both intervals begin where epochs begin
-        per_epoch = [callback for callback in trainer.callbacks if callback.per_epoch]
-        if per_epoch and self._epoch:
-            every = request.eval_interval
-            if every and self._epoch % every and every % self._epoch:
-                raise ValueError(
-                    f"`eval_interval` must be a multiple of an epoch's {self._epoch} steps, or "
-                    f"divide them, with {type(per_epoch[0]).__name__}; got {every}"
-                )
-            self._log_interval = self._epoch
-            self._eval_interval = request.eval_interval or self._epoch
-            self._counted_by_epochs = True
+
+        log_interval, eval_interval, start = self._intervals()
+        kept_steps = parts.checkpoints.kept_steps if self._recovery else tuple
+        self._evaluations = Evaluations(
+            trainer, request, self._reporter, self._saver, kept_steps, eval_interval, start
+        )
+        self._profile = self._profiles()
+        self._checkpoints = TimedCheckpoints(
+            self._saver, trainer.checkpoints.interval, request.target
+        )
+        # What is called between inner loops, in this order.
+        self._listeners: list[Listener] = [
+            *self._profile,
+            LogLines(self._reporter, log_interval, request.target, start),
+            self._evaluations,
+            *trainer.callbacks,
+            Hooks(trainer, position, lambda: self._data_began),
+            self._checkpoints,
+        ]
+
+    def _profiles(self) -> list[Profile]:
+        """Returns the profile that the settings ask for, if any."""
+        steps, chief = self._trainer.monitoring.profile_steps, self._trainer.is_chief
+        folder = self._trainer.model_dir if chief else None
+        return [Profile((steps[0], steps[1]), folder, self._log.say)] if steps else []
+
+    def _intervals(self) -> tuple[int | None, int | None, Callable[[], int]]:
+        """Returns the intervals of log lines and evaluations, and from where they are counted.
+
+        Both end where epochs end if there are callbacks of Keras.
+        """
+        log_interval, eval_interval = self._trainer.log_interval, self._request.eval_interval
+        epoch = self._position.data.steps_per_epoch
+        per_epoch = [type(each).__name__ for each in self._trainer.callbacks if each.per_epoch]
+        if not (per_epoch and epoch):
+            return log_interval, eval_interval, lambda: 0
+        if eval_interval and epoch % eval_interval and eval_interval % epoch:
+            raise ValueError(
+                f"`eval_interval` must be a multiple of an epoch's {epoch} steps, or divide them, "
+                f"with {per_epoch[0]}; got {eval_interval}"
+            )
+        return epoch, eval_interval or epoch, lambda: self._data_began
 
     def begin(self, *, first: bool) -> None:
         """Does what comes before the first step.
@@ -148,13 +162,16 @@ class OuterLoop:
             first: whether this is the trainer's first call of `train`.
 
         Raises:
-            ValueError: as for `resume`, `check` and `check_monitored`.
+            ValueError: as for `RunSaver.resume`, `check` and `check_monitored`.
         """
-        self._tell_callbacks()
+        request, metrics = self._request, self._parts.metrics.train
+        logged = [*INTERVAL_NUMBERS, *learning_rates(self._parts.plan), *metrics]
+        results = request.results if request.evaluate else None
+        check_monitored(self._trainer.callbacks, logged, results)
         checkpoints = self._parts.checkpoints
         if self._step and (checkpoints.resumed or checkpoints.latest is None):
             self._went_on_at = self._step
-        self.resume()
+        self._saver.resume(self._log, request.target)
         if self._watch and self._position.began == self._step < self._request.target:
             self._watch.forget_losses()
         self._tell_where_epochs_begin()
@@ -162,40 +179,16 @@ class OuterLoop:
             self._log.set_aside()
         self.check(first=first)
 
-    def _tell_callbacks(self) -> None:
-        """Tells the callbacks about the run, and checks that it has the numbers they wait for."""
-        if not self._trainer.callbacks:
-            return
-        request, data = self._request, self._position.data
-        logged = [*INTERVAL_NUMBERS, *learning_rates(self._parts.plan), *self._parts.metrics.train]
-        results = request.results if request.evaluate else None
-        check_monitored(self._trainer.callbacks, logged, results)
-        for callback in self._trainer.callbacks:
-            callback.set_run(data.steps_per_epoch, request.target)
-
-    def resume(self) -> None:
-        """Continues from the restored checkpoint, if there is one.
-
-        Restores the position in the data, and rewinds the log to the checkpoint's step.
-
-        Raises:
-            ValueError: if the checkpoint comes from a run with different settings.
-        """
-        self._saver.resume(self._log, self._request.target)
-
     def _tell_where_epochs_begin(self) -> None:
+        """Tells the callbacks where epochs begin."""
+        length, before = self._position.data.steps_per_epoch, self._position.epochs_before
         for callback in self._trainer.callbacks:
-            callback.set_epochs(self._data_began, self._position.epochs_before)
+            callback.set_epochs(length, self._data_began, before, self._request.target)
 
     @property
     def _data_began(self) -> int:
         """The step at which the first pass over this data began."""
         return self._step - self._position.used
-
-    def _crossed(self, interval: int | None, before: int) -> bool:
-        """Returns whether an interval of logs or evaluations has ended after step `before`."""
-        began = self._data_began if self._counted_by_epochs else 0
-        return crossed(interval, before - began, self._step - began)
 
     def check(self, *, first: bool) -> None:
         """Traces the step and checks it, if there are steps to take.
@@ -266,53 +259,75 @@ class OuterLoop:
 
     def _run(self) -> None:
         """Does what `run` says."""
-        progress = self._log.progress_bar(self._start, self._request.target)
+        target = self._request.target
         strategy = self._trainer.strategy
         on_servers = strategies.is_asynchronous(strategy)  # they may be lost with the variables
         known = self._known_progress if on_servers else self._progress
-        explained = worker_loss_explained(strategy, known)
-        watched = silent_members_end_the_run(strategy, self._known_progress)
-        with self._tracked(), progress, watched, explained, self._profiled():
+        with (
+            self._tracked(),
+            self._log.progress_bar(self._start, target),
+            silent_members_end_the_run(strategy, self._known_progress),
+            worker_loss_explained(strategy, known),
+            contextlib.ExitStack() as ending,
+        ):
+            for profile in self._profile:
+                ending.callback(profile.end)
             if not self._parts.checkpoints.deferred:
                 self._catch_up()
-            while self._step < self._request.target and not self._stop_asked():
-                self._call_user(self._begin_inner_loop)
+            while self._step < target and not self._stop_asked():
                 before = self._step
+                for listener in self._listeners:
+                    self._call_user(functools.partial(listener.before, before))
                 self._take_steps()
                 if self._step > before:  # a loop that was asked to stop at once took no step
                     self._after_inner_loop(before)
-            if self._step < self._request.target:
+            if self._step < target or self._evaluation_was_stopped():
                 self._end_early()
             self._saver.wait()
 
     def _catch_up(self) -> None:
         """Evaluates and saves what has to be before the first step."""
+        step, evaluations = self._step, self._evaluations
         # A run that is resumed from a checkpoint of step 0 has been evaluated already.
-        if self._request.evaluate_at_start and not (self._step or self._resumed):
-            self._evaluate()
-        due = self._saver.is_evaluation_due(self._step) or self._request.due == self._step
+        if self._request.evaluate_at_start and not (step or self._resumed):
+            self._call_user(lambda: evaluations.after(step))
+        due = self._saver.is_evaluation_due(step) or self._request.due == step
         if due and self._request.evaluate:
-            self._evaluate()
-            if self._step and not self._saver.evaluation_due:
-                self._after_evaluation(self._step - 1)
-            self._saver.save(self._step, again=not self._saver.evaluation_due)
+            self._call_user(lambda: evaluations.after(step))
+            if step and not evaluations.unfinished:
+                rest = self._listeners[self._listeners.index(evaluations) + 1 : -1]
+                self._call([each for each in rest if each.is_due(step - 1, step)])
+            self._saver.save(step, again=not evaluations.unfinished)
         if self._recovery and self._parts.checkpoints.holds_other_variables():
             # So that there is a checkpoint to roll back to, which fits the optimizers.
-            self._saver.save(self._step, again=True)
+            self._saver.save(step, again=True)
 
-    @contextlib.contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Ends a profile whose last step has not been taken when the loop ends, or fails."""
-        try:
-            yield
-        finally:
-            if self._profile and self._profile.end():
-                self._say_profiled()
+    def _after_inner_loop(self, before: int) -> None:
+        """Calls the listeners that are due.
 
-    def _say_profiled(self) -> None:
-        """Prints where the profile is."""
-        folder = f"{self._trainer.model_dir}/plugins/profile"
-        self._log.say(f"profiled, for TensorBoard: {folder}")
+        Args:
+            before: the step at which the inner loop began.
+        """
+        due = [each for each in self._listeners if each.is_due(before, self._step)]
+        if any(listener.reads for listener in due):
+            self._reporter.read()
+        if not self._rolled_back():
+            self._call(due)
+
+    def _call(self, due: Sequence[Listener]) -> None:
+        """Calls listeners after the current step, until an evaluation is stopped."""
+        for listener in due:
+            if listener is self._checkpoints:  # what it raises must not be saved
+                listener.after(self._step)
+            else:
+                self._call_user(functools.partial(listener.after, self._step))
+            if listener is self._evaluations and self._evaluation_was_stopped():
+                break  # the next call evaluates again, and does what comes after it
+
+    def _evaluation_was_stopped(self) -> bool:
+        """Returns whether a checkpoint is to say that the evaluation of this step is still due."""
+        saves = self._trainer.checkpoints.folder_in(self._trainer.model_dir) is not None
+        return saves and self._evaluations.unfinished
 
     def note_setup(self) -> None:
         """Notes the settings as they are after a trace, which may have changed some itself.
@@ -331,11 +346,6 @@ class OuterLoop:
     def _step_function(self) -> Any:
         """The function that takes steps."""
         return self._parts.run_steps
-
-    def _begin_inner_loop(self) -> None:
-        """Calls `on_loop_begin`, and checks that the step is still the one that was traced."""
-        self._trainer.call_hook("on_loop_begin", self._step)
-        self._trainer.check_unchanged()
 
     def conclude(self, began: float) -> TrainSummary:
         """Logs and returns a summary of the run.
@@ -373,7 +383,7 @@ class OuterLoop:
     @property
     def evaluation_due(self) -> int | None:
         """The step whose evaluation was begun and not ended; None if there is none."""
-        return self._step if self._saver.evaluation_due else None
+        return self._step if self._evaluations.unfinished else None
 
     def _known_progress(self) -> tuple[int, pathlib.Path | None]:
         """Returns the same as of the last inner loop, without reading a variable."""
@@ -391,10 +401,10 @@ class OuterLoop:
 
     def _take_steps(self) -> None:
         """Runs one inner loop, which ends early if the run is asked to stop."""
-        before, end = self._step, self._next_stop()
-        iterator = self._position.iterator
-        if self._profile:
-            self._profile.before(before)
+        before, iterator = self._step, self._position.iterator
+        longest = before + min(self._trainer.steps_per_loop, LONGEST_LOOP)
+        stops = [listener.next_stop(before) for listener in self._listeners]
+        end = min(longest, *(stop for stop in stops if stop is not None))
         try:
             with self._preparing():
                 report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
@@ -405,8 +415,6 @@ class OuterLoop:
         if self._count_traces() != self._traces:
             self.note_setup()
         self._account_for(report)
-        if self._profile and self._profile.after(self._step):
-            self._say_profiled()
         if self._parts.recorder:
             # If there is a step to record, the loop ended right after it, so `batch` is its batch.
             with self._reporter.writing():
@@ -431,21 +439,6 @@ class OuterLoop:
         self._log.add(report, self._step, compiling=before == self._start)
         self._position.taken += taken
 
-    def _next_stop(self) -> int:
-        """Returns the step at which the next inner loop ends."""
-        trainer = self._trainer
-        intervals = [
-            trainer.checkpoints.interval,
-            *(action.every_steps for action in trainer.actions),
-        ]
-        of_epochs = [self._epoch]
-        both = of_epochs if self._counted_by_epochs else intervals
-        both += [self._eval_interval, self._log_interval]
-        marks, target = self._profile.ends if self._profile else (), self._request.target
-        end = next_stop(self._step, target, trainer.steps_per_loop, intervals, marks)
-        began = self._data_began
-        return began + next_stop(self._step - began, end - began, target, of_epochs)
-
     def _explain(self, error: tf.errors.OpError) -> None:
         """Raises DataError if the data caused the error; otherwise adds a note to the error."""
         done = Totals.from_state(self._parts.state).attempted
@@ -461,58 +454,13 @@ class OuterLoop:
         latest, target = self._parts.checkpoints.latest, self._request.target
         explain(error, done, target, latest, self._position.error)
 
-    def _after_inner_loop(self, before: int) -> None:
-        """Does what is due after an inner loop, in the order given at the top of this file.
-
-        Args:
-            before: the step at which the inner loop began.
-        """
-        trainer, step = self._trainer, self._step
-        last = step == self._request.target
-        log_now = last or self._crossed(self._log_interval, before)
-        evaluate_now = last or self._crossed(self._eval_interval, before)
-        interval = trainer.checkpoints.interval
-        save_now = last or crossed(interval, before, step) or self._saver.is_late()
-        due = any(action.is_due(before, step) for action in trainer.actions)
-        read_now = any(callback.wants_reports for callback in trainer.callbacks)
-        if log_now or evaluate_now or save_now or due or read_now:
-            self._reporter.read()
-        if self._rolled_back():
-            return
-        # Noted before any hook, of which one may raise an error: a resumed run evaluates then.
-        self._saver.evaluation_due = evaluate_now and self._request.evaluate is not None
-        if log_now:
-            self._call_user(self._reporter.write)
-        if evaluate_now:
-            self._evaluate()
-        saved = trainer.checkpoints.folder_in(trainer.model_dir) is not None
-        if not (self._saver.evaluation_due and saved):
-            self._after_evaluation(before)
-        # Otherwise it was stopped: the next call evaluates again, and does what comes after it.
-        if save_now:
-            self._saver.save(step)
-
-    def _after_evaluation(self, before: int) -> None:
-        """Calls the actions, and the hooks for the end of an epoch and of an inner loop.
-
-        Args:
-            before: the step at which the inner loop began.
-        """
-        trainer, step, began = self._trainer, self._step, self._data_began
-        for action in [each for each in trainer.actions if each.is_due(before, step)]:
-            self._call_user(functools.partial(action, trainer))
-        if crossed(self._epoch, before - began, step - began):
-            ended = self._position.epochs_ended
-            self._call_user(lambda: trainer.call_hook("on_epoch_end", ended))
-        self._call_user(lambda: trainer.call_hook("on_loop_end", step))
-
     def _rolled_back(self) -> bool:
         """Rolls the run back if it has diverged, and returns whether it has."""
         divergence = self._reporter.take_divergence() if self._recovery else None
         if divergence is None or self._recovery is None:
             return False
         self._step = self._recovery.roll_back(
-            divergence, self._reporter, self._saver, self._best.roll_back, self._went_on_at
+            divergence, self._reporter, self._saver, self._evaluations.roll_back, self._went_on_at
         )
         self._tell_where_epochs_begin()
         return True
@@ -523,26 +471,6 @@ class OuterLoop:
 
     def _stop_asked(self) -> bool:
         return bool(strategies.any_worker(self._trainer.stop_asked, self._trainer.strategy))
-
-    def _evaluate(self) -> None:
-        """Evaluates the model, if there is anything to evaluate it on."""
-        if self._request.evaluate:
-            evaluate = self._request.evaluate
-            self._saver.evaluation_due = True
-            self._call_user(lambda: self._trainer.call_hook("on_evaluate_begin", self._step))
-            with self._log.console.status("evaluating ..."):
-                self._call_user(lambda: self._keep_results(evaluate()))
-            self._log.restart_clock()
-
-    def _keep_results(self, results: Results | None) -> None:
-        """Logs the results of an evaluation, and keeps the model if it is one of the best."""
-        if results is None:  # the evaluation was stopped
-            return
-        with self._reporter.writing():
-            self._log.log_evaluation(self._step, results)
-        self._best.consider(self._step, results)
-        self._saver.evaluation_due = False
-        self._trainer.call_hook("on_evaluate_end", self._step, results)
 
     def _end_early(self) -> None:
         """Saves and logs a run that was asked to stop.
@@ -579,43 +507,3 @@ class OuterLoop:
                 saved = ". The run was saved." if self._parts.checkpoints.latest else ""
             error.add_note(f"raised at step {self._step}{saved}")
             raise
-
-
-class BestModels:
-    """Keeps the best models of a run.
-
-    Args:
-        trainer: a trainer that has started.
-        checkpoints: the run's checkpoints, to which a run that diverges is rolled back.
-        log: the run's log.
-        request: the arguments of this call of `train`, with the functions that evaluate and export.
-    """
-
-    def __init__(
-        self,
-        trainer: "Trainer",
-        checkpoints: CheckpointSaver,
-        log: RunLog,
-        request: TrainRequest,
-    ) -> None:
-        """Stores the settings. Only the chief keeps models, and only if `keep_best` is set."""
-        config, folder = trainer.checkpoints, trainer.model_dir
-        self._checkpoints = checkpoints
-        self._log = log
-        self._export = request.export
-        self._folder = folder
-        self._may_roll_back = trainer.monitoring.divergence is not None
-        self._best = None
-        if config.keep_best and folder and trainer.is_chief:
-            self._best = Best(folder, config.keep_best, config.best_metric, config.best_is)
-
-    def consider(self, step: int, results: Results) -> None:
-        """Keeps the model if the result of its evaluation is one of the best."""
-        steps = self._checkpoints.kept_steps() if self._may_roll_back else ()
-        if self._best and self._best.consider(step, results, self._export, steps):
-            self._log.say(f"kept in {self._folder}/best")
-
-    def roll_back(self, step: int) -> None:
-        """Leaves the models that were the best at the step to which the run was rolled back."""
-        if self._best:
-            self._best.roll_back(step, self._checkpoints.kept_steps())

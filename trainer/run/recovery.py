@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from absl import logging
 
-from trainer.callbacks.divergence import Detection, Divergence, LossWatch, diverged_error
+from trainer.callbacks.divergence import Detection, DivergedError, Divergence, LossWatch
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
@@ -59,7 +59,7 @@ class Recovery:
         Args:
             detection: the divergence that was detected.
             reporter: writes the log of the steps up to the divergence.
-            saver: restores actions and callbacks, and saves the run after the rollback.
+            saver: restores callbacks, and saves the run after the rollback.
             roll_back_best: leaves the models that were the best at the step that it is given.
             went_on_at: the step at which this call of `train` went on after another one; None if
                 it began the run or restored it.
@@ -77,14 +77,14 @@ class Recovery:
         of_other_data = step < self._position.began
         if tries > self._divergence.max_recoveries or path is None or of_other_data:
             checkpoints.resumed = False  # so that another call of `train` restores the rest, too
-            raise diverged_error(detection, self._watch.recoveries, path)
+            back = f"went back to {path}" if path else "there is no earlier checkpoint"
+            recoveries = self._watch.recoveries
+            raise DivergedError(f"diverged after {recoveries} recoveries: {detection.what}; {back}")
         if went_on_at is not None and step <= went_on_at:
             logging.warning(
-                "The run goes back to step %d, and this call of train began at step %d. What was "
-                "assigned before the call, such as weights or a learning rate, is again as in the "
-                "checkpoint. Assign it again in on_recovery.",
+                "The run goes back to step %d, before this call of train, which undoes what was "
+                "assigned between the calls: assign it again in on_recovery",
                 step,
-                went_on_at,
             )
         if "data" in checkpoints.facts:
             self._position.go_back(path, checkpoints.facts)
@@ -104,7 +104,7 @@ class Recovery:
             self._log.log_event("recovery", detection.last, {**fields, "interval_begun": begun})
             roll_back_best(step)
         self._log.say(f"diverged: {detection.what}; back to step {step}")
-        saver.restore_listeners()
+        saver.restore_callbacks()
         self._trainer.call_hook("on_recovery", detection.last, step)
         # Save now: a run that is killed later must not forget the rollback.
         saver.save(step, again=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from trainer.callbacks.divergence import Detection, LossWatch
-from trainer.callbacks.hints import Curve, RunFacts
 from trainer.callbacks.stuck import TrainingStuckError, check_not_stuck
 from trainer.checkpoint import CheckpointError
 from trainer.data.errors import reason_of
@@ -17,7 +16,6 @@ from trainer.log.summary import Interval, Totals
 from trainer.losses.metrics import numbers_of
 from trainer.run.learning_rates import learning_rates
 from trainer.run.parts import Parts
-from trainer.step.xla import WITH_PASSES
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -47,12 +45,11 @@ class Reporter:
         """Stores the arguments. No divergence has been detected yet."""
         self._trainer = trainer
         self._parts = parts
-        self._log = log
+        self.log = log
         self._watch = watch
         self._target = target
         self._call_user = call_user
         self._divergence: Detection | None = None  # detected, but not handled yet
-        self._curve = Curve()
 
     @property
     def diverged(self) -> bool:
@@ -71,15 +68,13 @@ class Reporter:
             TrainingStuckError: if the run cannot continue.
         """
         with self.writing():
-            steps = self._log.read()
+            steps = self.log.read()
         if steps is None:
             return
         record = self._parts.recorder.latest if self._parts.recorder else None
         names = self._parts.plan.variable_names
-        self._curve.add(steps)
         try:
-            facts = RunFacts() if steps.grads_finite.all() else self._facts()
-            check_not_stuck(steps, self._trainer.skips, names, record, facts)
+            check_not_stuck(steps, self._trainer.skips, names, record)
         except TrainingStuckError:
             self._write()
             raise
@@ -87,18 +82,6 @@ class Reporter:
             self._divergence = self._watch.detect(steps)
         for callback in self._trainer.callbacks:
             self._call_user(functools.partial(callback.take_reports, steps))
-
-    def _facts(self) -> RunFacts:
-        """Returns what advice depends on, after a skipped step."""
-        plan = self._parts.plan
-        rates = dict.fromkeys(f"{rate:g}" for rate in learning_rates(plan).values())
-        return RunFacts(
-            rule=plan.rule,
-            compute_dtype=self._trainer.precision.compute_dtype,
-            xla=plan.jit_compile in WITH_PASSES,
-            learning_rates=" and ".join(rates),
-            curve=self._curve,
-        )
 
     def write(self) -> None:
         """Writes a log line for the steps since the last log line, and calls `on_log`.
@@ -111,13 +94,13 @@ class Reporter:
 
     def _write(self) -> Interval | None:
         """Writes a log line, and returns what it says; None if there are no steps to log."""
-        if not self._log.pending:
+        if not self.log.pending:
             return None
         metrics = self._parts.metrics.train
         values = numbers_of(metrics)
         totals, rates = Totals.from_state(self._parts.state), learning_rates(self._parts.plan)
         with self.writing():
-            line = self._log.flush(self._target, totals, values, rates)
+            line = self.log.flush(self._target, totals, values, rates)
         for metric in metrics.values():
             metric.reset_state()
         return line
@@ -129,7 +112,6 @@ class Reporter:
             yield
         except (OSError, tf.errors.OpError) as error:
             raise CheckpointError(
-                f"The log in {self._trainer.model_dir} could not be written: "
-                f"{reason_of(str(error))}. Everything up to the last checkpoint is safe. Free some "
-                "space or fix the permissions, then run the same command again."
+                f"the log in {self._trainer.model_dir} could not be written: "
+                f"{reason_of(str(error))}; everything up to the last checkpoint is safe"
             ) from error

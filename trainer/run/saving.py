@@ -79,7 +79,7 @@ class RunSaver:
         """Continues from the restored checkpoint, if there is one.
 
         The variables have already been restored. This restores the position in the data and the
-        state of the loss watch and the actions, and rewinds the log to the checkpoint's step.
+        state of the loss watch and the callbacks, and rewinds the log to the checkpoint's step.
 
         A program that calls `train` several times, and is started again, repeats calls whose steps
         have all been taken. A checkpoint of a later step was written by a later call, maybe with
@@ -126,7 +126,7 @@ class RunSaver:
             self._position.go_to(checkpoints.latest, saved)
         if self._watch and saved["divergence"]:
             self._watch.set_state(saved["divergence"])
-        unknown = self.restore_listeners()
+        unknown = self.restore_callbacks()
         checkpoints.resumed = True
         log.rewind(step, trainer.model_dir, self.saved_interval())
         warn_of_lost_lines(saved["lines"], log.lines_up_to(step))
@@ -144,28 +144,15 @@ class RunSaver:
         )
         return interval
 
-    def restore_listeners(self) -> list[str]:
-        """Restores the states of actions and callbacks from the newest checkpoint.
+    def restore_callbacks(self) -> list[str]:
+        """Restores the states of callbacks from the newest checkpoint.
 
         Returns:
-            What the checkpoint has no state for. Actions have no names, so their number must be the
-            same.
+            The names of those for which the checkpoint has none.
         """
-        actions, checkpoints = self._trainer.actions, self._parts.checkpoints
-        saved = checkpoints.facts.get("actions", [])
+        checkpoints, keyed = self._parts.checkpoints, keys_of(self._trainer.callbacks)
+        saved = checkpoints.facts.get("callbacks", {})
         arrays = read_arrays(checkpoints.latest) if checkpoints.latest else {}
-        unknown = []
-        if len(saved) == len(actions):
-            for action, state in zip(actions, saved, strict=True):
-                action.set_state(joined(state, arrays))
-        elif actions:
-            unknown.append(f"{len(actions)} actions, where the run had {len(saved)}")
-        return [*unknown, *self._restore_callbacks(arrays)]
-
-    def _restore_callbacks(self, arrays: Mapping[str, np.ndarray]) -> list[str]:
-        """Restores the states of callbacks; returns the names of those that have none."""
-        keyed = keys_of(self._trainer.callbacks)
-        saved = self._parts.checkpoints.facts.get("callbacks", {})
         for key, callback in keyed.items():
             if key in saved:
                 callback.load_state_dict(joined(saved[key], arrays))
@@ -189,7 +176,6 @@ class RunSaver:
             "fingerprint": self.declared(),
             **self._position.counts(),
             "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
-            "actions": [split(action.state(), arrays) for action in self._trainer.actions],
             "divergence": self._watch.state() if self._watch else None,
             "evaluation_due": self.evaluation_due,
             "callbacks": states,
@@ -281,10 +267,7 @@ def warn_of_lost_lines(saved: Mapping[str, int] | None, found: Mapping[str, int]
     lost = {split: count - found[split] for split, count in saved.items()}
     if any(count > 0 for count in lost.values()):
         logging.warning(
-            "metrics.jsonl lacks %d of the run's %d log lines, and %d of its %d evaluations. The "
-            "summary's history and best result, and the report, do not cover them.",
+            "metrics.jsonl lacks %d log lines and %d evaluations of the run; its history, too",
             lost["train"],
-            saved["train"],
             lost["validation"],
-            saved["validation"],
         )

@@ -10,7 +10,6 @@ from trainer.base.argument_checks import (
     check_checkpoint_path,
     check_choice,
     check_count,
-    check_nonnegative,
     check_path,
     check_seed,
     check_writable,
@@ -25,14 +24,6 @@ def test_a_count_is_a_positive_integer(value):
     check_count("steps", np.int64(2**40))
     with pytest.raises(ValueError, match="`steps`"):
         check_count("steps", value)
-
-
-@pytest.mark.parametrize("value", [-1, 0.0, False])
-def test_a_nonnegative_count_may_be_zero(value):
-    """0 is accepted as an integer only."""
-    check_nonnegative("max_retries", 0)
-    with pytest.raises(ValueError, match="`max_retries`"):
-        check_nonnegative("max_retries", value)
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", None])

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import math
 import weakref
 
 import numpy as np
@@ -103,12 +104,8 @@ def test_a_callback_does_not_keep_its_trainer_alive():
     gc.collect()
 
     assert line() is None
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match="Record has no trainer"):
         record.trainer  # noqa: B018  # the property raises
-    assert str(error.value) == (
-        "Record has no trainer yet, or no longer: a trainer takes its callbacks when it is made. "
-        "Pass Trainer(callbacks=[...])."
-    )
 
 
 def test_a_callback_has_one_trainer():
@@ -116,12 +113,8 @@ def test_a_callback_has_one_trainer():
     record = Record()
     Linear(callbacks=[record], verbose=False)
 
-    with pytest.raises(ValueError, match="callbacks") as error:
+    with pytest.raises(ValueError, match="`callbacks` must be new"):
         Linear(callbacks=[record], verbose=False)
-    assert str(error.value) == (
-        "`callbacks` must be new for each trainer; got a Record that was passed to another trainer "
-        "before. It would go on from what it has seen in that run. Make a new one."
-    )
 
 
 def test_states_are_saved_by_name():
@@ -149,3 +142,28 @@ def test_the_hooks_of_a_callback_are_those_of_a_trainer():
         own, of_trainer = (inspect.signature(getattr(kind, name)) for kind in (Callback, Trainer))
         assert list(own.parameters) == list(of_trainer.parameters)
     check_hooks(type("Own", (Trainer,), {"on_screen": True}))
+
+
+class Squares(Callback):
+    """Is called after the steps 1, 4, 9 and so on."""
+
+    def __init__(self):
+        """Has not been called."""
+        self.called = []
+
+    def next_stop(self, step):
+        """Returns the next square."""
+        return (math.isqrt(step) + 1) ** 2
+
+    def after(self, step):
+        """Notes the call."""
+        self.called.append((step, self.trainer.totals.attempted))
+
+
+def test_a_callback_chooses_its_steps():
+    """Inner loops end where `next_stop` says, and `after` is called there."""
+    squares = Squares()
+    line = Linear(callbacks=[squares], steps_per_loop=100, verbose=False)
+    line.train(slopes(1.0, 2.0), steps=12, global_batch=2)
+
+    assert squares.called == [(1, 1), (4, 4), (9, 9)]

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer import Divergence
-from trainer.callbacks.divergence import Detection, LossWatch, diverged_error
+from trainer.callbacks.divergence import LossWatch
 from trainer.step.report import StepReport
 
 
@@ -85,58 +85,13 @@ def test_a_restored_watch_continues_where_it_was_saved():
 
 
 @pytest.mark.parametrize(
-    ("recoveries", "times"), [(0, ""), (1, " after 1 recovery"), (3, " after 3 recoveries")]
+    ("arguments", "name"),
+    [({}, "loss_above"), ({"rise": 1.0}, "rise"), ({"rise": 2.0, "window": 0}, "window")],
 )
-def test_the_error_says_how_often_and_from_where(recoveries, times):
-    """Without a checkpoint to go back to, the error says so."""
-    found = Detection(4, 4, "loss 50 above 10 at step 4")
-
-    assert str(diverged_error(found, recoveries, None)) == (
-        f"Training diverged{times}: loss 50 above 10 at step 4. There is no checkpoint from before "
-        "that step to go back to. Lower the learning rate, clip the gradients, or check the data "
-        "of "
-        "these steps."
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {},
-            "`loss_above` must be given if `rise` is not; got None for both. No loss would count "
-            "as "
-            "a divergence. Pass loss_above=, rise=, or both.",
-        ),
-        (
-            {"loss_above": np.inf},
-            "`loss_above` must be a finite number or None; got inf. Steps with a loss of inf or "
-            "NaN "
-            "are skipped anyway. Pass a loss that no healthy step reaches.",
-        ),
-        (
-            {"rise": 1.0},
-            "`rise` must be a finite number above 1, or None; got 1.0. The bound on the "
-            "mean loss is this factor times the lowest mean so far. Pass 2.0, for example.",
-        ),
-        (
-            {"rise": 2.0, "window": 0},
-            "`window` must be an int of at least 1; got 0. This argument is a count. "
-            "Pass a positive integer.",
-        ),
-        (
-            {"rise": 2.0, "skip_data": 1},
-            "`skip_data` must be True or False; got 1. This argument is an on/off switch. "
-            "Pass True or False.",
-        ),
-    ],
-)
-def test_what_counts_as_divergence_is_checked(arguments, message):
-    """At least one bound is needed, and every number is checked."""
-    with pytest.raises((ValueError, TypeError)) as error:
+def test_what_counts_as_divergence_is_checked(arguments, name):
+    """At least one bound is needed, and a rise is above 1."""
+    with pytest.raises(ValueError, match=f"`{name}`"):
         Divergence(**arguments)
-
-    assert str(error.value) == message
 
 
 def test_a_step_without_weight_has_no_mean_loss():

@@ -22,35 +22,19 @@ def test_the_best_value():
 
 def test_a_name_that_says_nothing_needs_a_mode():
     """Whether low or high is best is not guessed."""
-    with pytest.raises(ValueError, match="mode") as error:
+    with pytest.raises(ValueError, match="`mode` must be"):
         EarlyStopping("val_score")
-    assert str(error.value) == (
-        '`mode` must be "min" or "max" for \'val_score\'; got "auto". The name does not say '
-        'whether the lowest or the highest value is best. Pass mode="max" if higher is better.'
-    )
 
 
 @pytest.mark.parametrize(
-    ("monitor", "arguments", "remedy"),
-    [
-        ("val_los", {"eval_data": slopes(1.0)}, "Did you mean 'val_loss'?"),
-        (
-            "val_loss",
-            {},
-            "Pass eval_data= to train, or monitor a number of the log such as 'loss'.",
-        ),
-    ],
+    ("monitor", "arguments"), [("val_los", {"eval_data": slopes(1.0)}), ("val_loss", {})]
 )
-def test_a_number_that_the_run_does_not_have_is_an_error(monitor, arguments, remedy):
+def test_a_number_that_the_run_does_not_have_is_an_error(monitor, arguments):
     """It is found before the first step, and not by a run that never stops."""
     line = Linear(callbacks=[EarlyStopping(monitor, mode="min")], verbose=False)
 
-    with pytest.raises(ValueError, match="monitor") as error:
+    with pytest.raises(ValueError, match="`monitor` must be one of loss"):
         line.train(slopes(1.0), 1, global_batch=1, **arguments)
-    assert str(error.value) == (
-        f"`monitor` must be a number of the run; got {monitor!r} in EarlyStopping. The callback "
-        f"would never do anything. {remedy}"
-    )
 
 
 def test_the_best_of_another_number_is_not_taken_over():

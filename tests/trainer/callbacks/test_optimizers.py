@@ -25,31 +25,5 @@ def test_a_schedule_is_refused():
     """Whatever a callback would set has no effect."""
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     holder = Holder({"a": keras.optimizers.SGD(0.1), "b": keras.optimizers.SGD(schedule)})
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
-        check_rates_are_numbers(holder, "a callback", "it would not count", "leave it out")
-    assert str(error.value) == (
-        "`optimizer` must have a number as its learning rate with a callback; got "
-        "ExponentialDecay. The schedule decides the learning rate, so it would not count. Make the "
-        "optimizer with a number, or leave it out."
-    )
-
-
-class Around(keras.optimizers.Optimizer):
-    """Holds another optimizer."""
-
-    def __init__(self, inner):
-        """Holds it."""
-        super().__init__(1.0)
-        self.inner = inner
-
-
-def test_an_optimizer_in_another_is_refused():
-    """The outer learning rate may have no effect."""
-    holder = Holder(Around(keras.optimizers.SGD(0.1)))
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
-        check_rates_are_numbers(holder, "a callback", "it would not count", "leave it out")
-    assert str(error.value) == (
-        "`optimizer` must not hold another optimizer with a callback; got Around with SGD in it. "
-        "Which of their learning rates counts is not known. Set it in a hook instead, as with "
-        "self.optimizer.inner.learning_rate.assign(0.001)."
-    )
+    with pytest.raises(ValueError, match="`optimizer` must have a number"):
+        check_rates_are_numbers(holder, "a callback")

@@ -63,12 +63,12 @@ def test_the_profiler_runs_for_exactly_its_steps(monkeypatch, tmp_path):
     profiler = tf.profiler.experimental
     monkeypatch.setattr(profiler, "start", lambda folder: calls.append(("start", folder)))
     monkeypatch.setattr(profiler, "stop", lambda: calls.append(("stop",)))
-    profile = Profile((3, 4), tmp_path)
-    stopped = []
+    profile = Profile((3, 4), tmp_path, calls.append)
     for step in range(6):
         profile.before(step)
-        stopped.append(profile.after(step + 1))
+        if profile.is_due(step, step + 1):
+            profile.after(step + 1)
 
-    assert profile.ends == (2, 4)
-    assert stopped == [False, False, False, True, False, False]
-    assert calls == [("start", str(tmp_path)), ("stop",)]
+    assert [profile.next_stop(step) for step in range(5)] == [2, 2, 4, 4, None]
+    assert calls[:2] == [("start", str(tmp_path)), ("stop",)]
+    assert len(calls) == 3

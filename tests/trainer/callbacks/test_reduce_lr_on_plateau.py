@@ -50,20 +50,11 @@ def test_a_schedule_is_refused():
     line.build_optimizer = lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     )
-    with pytest.raises(ValueError, match="ReduceLROnPlateau") as error:
+    with pytest.raises(ValueError, match="`optimizer` must have a number"):
         line.train(FLAT, 1, global_batch=1)
-    assert str(error.value) == (
-        "`optimizer` must have a number as its learning rate with ReduceLROnPlateau; got "
-        "ExponentialDecay. The schedule decides the learning rate, so a reduction would have no "
-        "effect. Make the optimizer with a number, or leave the callback out."
-    )
 
 
-def test_arguments_are_checked():
+def test_a_factor_is_below_1():
     """A factor of 1 would reduce nothing."""
-    with pytest.raises(ValueError, match="factor") as error:
+    with pytest.raises(ValueError, match="`factor`"):
         ReduceLROnPlateau(factor=1)
-    assert str(error.value) == (
-        "`factor` must be between 0 and 1; got 1. The learning rate is multiplied by it. Pass 0.1 "
-        "for a tenth."
-    )

@@ -720,7 +720,6 @@ def test_a_manifest_describes_the_run(tmp_path):
         "epochs_before": 0,
         "epochs_ended": 3,
         "scale": 8.0,
-        "actions": [],
         "callbacks": {},
         "interval": None,  # the step ended one
         "lines": {"train": 1, "validation": 0},

@@ -197,36 +197,12 @@ def test_it_waits_for_the_run(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "call", "message"),
-    [
-        (
-            {"model_dir": None},
-            {},
-            "`model_dir` must be given for evaluate_continuously; got None. The checkpoints are "
-            "looked for there. Pass the model_dir of the run.",
-        ),
-        (
-            {},
-            {"timeout_secs": 0},
-            "`timeout_secs` must be positive, or None; got 0. Evaluations end if there is no new "
-            "checkpoint for so many seconds. Pass 3600 for an hour.",
-        ),
-        (
-            {},
-            {"last_step": 0},
-            "`last_step` must be an int of at least 1; got 0. This argument is a count. Pass a "
-            "positive integer.",
-        ),
-    ],
+    ("folder", "call", "name"), [(None, {}, "model_dir"), ("run", {"last_step": 0}, "last_step")]
 )
-def test_arguments_are_checked(tmp_path, arguments, call, message):
+def test_arguments_are_checked(tmp_path, folder, call, name):
     """Errors come before anything is built."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared
-        follow(
-            evaluator(**{"run": tmp_path} | {"run": arguments.get("model_dir", tmp_path)}), **call
-        )
-
-    assert str(error.value) == message
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        follow(evaluator(folder and tmp_path / folder), **call)
 
 
 @pytest.mark.thorough
@@ -234,14 +210,8 @@ def test_a_trainer_that_trains_does_not_follow(tmp_path):
     """It would lose its weights."""
     trainer = Running(model_dir=tmp_path)
     trainer.train(DATA, steps=1, global_batch=16)
-    with pytest.raises(ValueError, match="has not trained") as error:
+    with pytest.raises(ValueError, match="has not trained"):
         follow(trainer)
-
-    assert str(error.value) == (
-        "`evaluate_continuously` must be called on a trainer that has not trained; got one that "
-        "has. The checkpoints would replace its weights. Call it in a process of its own, or pass "
-        "eval_data= to train."
-    )
 
 
 def start(run, *arguments):

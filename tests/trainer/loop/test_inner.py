@@ -11,7 +11,7 @@ from access import untuned
 from helpers import Linear, all_copies, assert_same_bits, attempt, printed, slopes
 
 from trainer import Trainer
-from trainer.loop.inner import LONGEST_LOOP, crossed, next_stop
+from trainer.loop.inner import next_multiple
 
 pytestmark = pytest.mark.sampled
 
@@ -229,13 +229,8 @@ def test_nothing_is_timed_where_a_graph_may_not_read_the_clock(monkeypatch):
     assert report.data_wait_secs.numpy().tolist() == [0.0, 0.0]
 
 
-def test_an_inner_loop_ends_at_the_first_stop():
-    """It ends at the next multiple of any interval, at the next mark, at the target, or after
-    `steps_per_loop` steps, of which there are not more than a loop has room for.
-    """
-    assert next_stop(0, 100, 10, [None]) == 10
-    assert next_stop(7, 10**9, 10**8, [None]) == 7 + LONGEST_LOOP
-    assert next_stop(95, 100, 10, [None]) == 100
-    assert next_stop(10, 100, 50, [25, 40]) == 25
-    assert next_stop(10, 100, 50, [25, 40], marks=[10, 17, 30]) == 17
-    assert [crossed(10, before, before + 4) for before in (0, 8, 10)] == [False, True, False]
+def test_the_next_multiple_of_an_interval():
+    """It is after the step, however close, and counted from where the interval begins."""
+    assert [next_multiple(10, step) for step in (0, 9, 10, 11)] == [10, 10, 20, 20]
+    assert [next_multiple(10, step, start=7) for step in (7, 16, 17)] == [17, 17, 27]
+    assert next_multiple(None, 3) is None

@@ -6,8 +6,11 @@ import types
 import pytest
 import tensorflow as tf
 
+from strategies.launch import free_ports
+from strategies.liveness import Answer
 from trainer import WorkerLostError
 from trainer.run import lost_worker as module
+from trainer.run import stop_signals
 
 GONE = (
     "Collective ops is aborted by: /job:worker/replica:0/task:0 {0} /job:worker/replica:0/task:1 "
@@ -41,10 +44,8 @@ def test_the_error_names_worker_step_and_remedy(strategy, checkpoint, remedy):
     with pytest.raises(WorkerLostError) as error:
         raising(cause, strategy, checkpoint)
 
-    assert str(error.value) == (
-        "Lost worker 1 (b:2) after step 40. Check what it printed for the cause. Restart all "
-        f"workers with the same command to {remedy}."
-    )
+    for part in ("worker 1 (b:2)", "step 40", remedy):
+        assert part in str(error.value)
     assert error.value.__cause__ is cause
 
 
@@ -74,3 +75,76 @@ def test_other_errors_pass_unchanged(strategy, monkeypatch, has_workers):
         raising(cause, strategy, None)
 
     assert error.value is cause
+
+
+class EndedError(BaseException):
+    """Raised in place of ending the process."""
+
+
+def test_one_process_is_not_watched(monkeypatch):
+    """Other strategies have no servers, and start no thread."""
+    monkeypatch.setattr(module, "LifeWatch", None)
+    with module.silent_members_end_the_run(tf.distribute.get_strategy(), lambda: (0, None)):
+        pass
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """Returns the function that is called about a lost process of a job of two workers."""
+    ports = free_ports(3)
+    spec = tf.train.ClusterSpec(
+        {
+            "chief": ["127.0.0.1:1"],
+            "worker": [f"127.0.0.1:{port}" for port in ports[:2]],
+            "ps": [f"127.0.0.1:{ports[2]}"],
+        }
+    )
+    watched = {}
+
+    class Watch:
+        def __init__(self, addresses, lost, irreplaceable):
+            assert irreplaceable == ["ps 0"]
+            watched.update(addresses=addresses, lost=lost)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    def end(code):
+        raise EndedError(code)
+
+    monkeypatch.setattr(module, "LifeWatch", Watch)
+    monkeypatch.setattr(stop_signals.os, "_exit", end)
+    monkeypatch.setattr(module.strategies, "is_asynchronous", lambda _: True)
+    job = types.SimpleNamespace(cluster_spec=lambda: spec)
+    monkeypatch.setattr(module.strategies, "find_cluster", lambda: job)
+    with module.silent_members_end_the_run(None, lambda: (40, pathlib.Path("run/ckpt-40"))):
+        assert set(watched["addresses"]) == {"worker 0", "worker 1", "ps 0"}
+        return watched["lost"]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "alive", "ends"),
+    [
+        ("ps 0", Answer.REFUSED, True, True),
+        ("ps 0", Answer.SILENT, True, True),
+        ("worker 0", Answer.SILENT, True, True),
+        ("worker 0", Answer.REFUSED, True, False),
+        ("worker 0", Answer.REFUSED, False, True),
+    ],
+)
+def test_what_ends_the_run(lost, monkeypatch, capsys, caplog, name, answer, alive, ends):
+    """A lost server, a stopped worker and the last worker end the run with 75; a worker that has
+    ended does not, because the others take its steps.
+    """
+    monkeypatch.setattr(module, "ask", lambda _: Answer.ALIVE if alive else Answer.REFUSED)
+    if ends:
+        with pytest.raises(EndedError) as error:
+            lost(name, answer)
+        assert error.value.args == (75,)
+        assert capsys.readouterr().err.startswith(f"lost {name} (127.0.0.1:")
+    else:
+        lost(name, answer)
+        assert "has ended" in caplog.text

@@ -172,7 +172,7 @@ def test_an_error_of_the_file_system_names_the_folder(tmp_path, log, reporter, m
     with pytest.raises(CheckpointError) as caught:
         reporter.write()
 
-    assert str(caught.value).startswith(f"The log in {tmp_path} could not be written: ")
+    assert str(caught.value).startswith(f"the log in {tmp_path} could not be written: ")
     assert caught.value.__cause__ is error
 
 

@@ -61,21 +61,6 @@ def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("secs", [None, 10.0])
-def test_without_a_time_no_checkpoint_is_late(tmp_path, monkeypatch, secs):
-    """A checkpoint is late when `interval_secs` have passed since the last one, and not sooner."""
-    clock = Clock(monkeypatch)
-    _, saver = trained(tmp_path, checkpoints=Checkpoints(interval_secs=secs))
-    clock.now += 9.5
-    assert not saver.is_late()
-    clock.now += 0.5
-    assert saver.is_late() == (secs is not None)
-
-    saver.save(4)
-    assert not saver.is_late()
-
-
-@pytest.mark.thorough
 def test_a_step_is_saved_once(tmp_path):
     """Saving a step again does nothing, unless the checkpoint is to be replaced."""
     trainer, saver = trained(tmp_path)
@@ -87,20 +72,6 @@ def test_a_step_is_saved_once(tmp_path):
         assert resumed.weight == saved_weight
 
     assert steps_saved(tmp_path) == [3]
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_repeats_the_facts_of_its_run(tmp_path):
-    """`run.json` holds the facts, which are JSON types and do not change while the run trains."""
-    trainer, saver = trained(tmp_path, seed=3)
-    facts = saver.facts()
-    trainer.train(ONE, steps=5, global_batch=1)
-    saved = json.loads((tmp_path / "ckpt-5" / "run.json").read_text())
-
-    assert saver.facts() == facts == json.loads(json.dumps(facts))
-    assert saved.items() >= facts.items()
-    assert (facts["seed"], facts["global_batch"], facts["precision"]) == (3, 1, "float32")
-    assert (saved["batches_taken"], saved["scale"], saved["divergence"]) == (5, 1.0, None)
 
 
 class OnlyDown:
@@ -156,17 +127,8 @@ def test_an_allowed_seed_takes_effect(tmp_path, seed, expected):
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_says_from_where(tmp_path, capsys):
-    """The console shows the step and the checkpoint."""
-    trained(tmp_path)
-    Linear(model_dir=tmp_path).train(ONE, steps=4, global_batch=1)
-
-    assert f"going on from step 3 ({tmp_path / 'ckpt-3'})" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
 def test_a_resumed_run_says_which_states_it_has_not(tmp_path, capsys):
-    """Actions begin anew, with a line that says so, if a run is resumed with another number of them."""
+    """A callback that the checkpoint does not know begins anew, with a line that says so."""
     for count, steps in ((1, 1), (2, 2)):
         actions = [Action(lambda trainer: None, every_steps=5) for _ in range(count)]  # noqa: ARG005
         trainer = Linear(
@@ -174,10 +136,8 @@ def test_a_resumed_run_says_which_states_it_has_not(tmp_path, capsys):
         )
         trainer.train(slopes(0.5, 0.5), steps=steps, global_batch=2)
 
-    assert (
-        "without a saved state, so from their beginning: 2 actions, where the run had 1"
-        in capsys.readouterr().out
-    )
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "saved state" in line]
+    assert line.endswith("_2")
 
 
 def test_another_seed_leaves_the_count_of_epochs(tmp_path):
@@ -242,7 +202,5 @@ def test_lost_lines_of_the_log_are_warned_of(tmp_path, caplog, kept):
 
     found = [message for message in caplog.messages if "metrics.jsonl" in message]
     trained, evaluated = {0: (4, 3), 1: (4, 3), 3: (3, 2), None: (0, 0)}[kept]
-    assert found == [
-        f"metrics.jsonl lacks {trained} of the run's 4 log lines, and {evaluated} of its 3 "
-        "evaluations. The summary's history and best result, and the report, do not cover them."
-    ] * (kept is not None)
+    lacks = f"metrics.jsonl lacks {trained} log lines and {evaluated} evaluations"
+    assert [text.startswith(lacks) for text in found] == [True] * (kept is not None)

@@ -171,13 +171,10 @@ def interrupted(trainer, phase, wait, number=signal.SIGTERM):
     return raised.value, seen[0]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def processes(tmp_path_factory, full):
-    """Starts one run per slow phase, each in a process and a folder of its own. They start together
-    and before the other tests, because starting a process takes long.
-    """
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """Starts one run per slow phase together, each in a process and a folder of its own."""
     folders = {slow: tmp_path_factory.mktemp("process") for slow in ONE_LONG}
-    folders |= {slow: tmp_path_factory.mktemp("process") for slow in PHASES[: 3 if full else 1]}
     started = {}
     for slow, path in folders.items():
         with (path / "printed.txt").open("w") as printed:
@@ -444,26 +441,6 @@ def test_a_second_signal_ends_a_process_that_cannot_print(reader):
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["training", "evaluating", "saving"])
-def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, phase):
-    """A stopped process exits with code 75, which tells a scheduler to start it again."""
-    if phase not in processes:
-        pytest.skip("only with --full")
-    process, model_dir = processes[phase]
-    wait_until(lambda: in_phase(model_dir, phase), process)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75
-    step = newest_checkpoint(model_dir)
-    print(f"a process, in {phase}: stopped, at step {step}")  # noqa: T201
-
-    assert step > 0
-    assert not any(model_dir.glob("*.tmp"))
-    assert finish(model_dir) == undisturbed
-    assert first_loop_step(model_dir) == step
 
 
 @pytest.mark.slow

@@ -670,15 +670,8 @@ def test_a_label_out_of_range_is_a_forward_cause_under_xla():
     with pytest.raises(TrainingStuckError) as error:
         labelled([7] * 8, precision="mixed_float16")
 
-    assert str(error.value) == (
-        "Training is stuck: 4 steps in a row were skipped by step 4. Cause of the last skip: "
-        "forward, in the losses on replica 0: 0 inf, 4 NaN. Latest loss scales: 2^15. The loss was "
-        "not finite before it was scaled, so no loss scale can help. Check the data and the model "
-        "for inf or NaN in the inputs, the logarithm of 0, and a division by 0. In float16, "
-        'activations above 65504 are inf too: compute such layers with dtype="float32". '
-        "Under XLA, a label outside the model's classes gives a NaN loss where "
-        "TensorFlow would raise an error."
-    )
+    for part in ("step 4", "forward", "0 inf, 4 NaN", "2^15", "a label that is no class"):
+        assert part in str(error.value)
 
 
 def test_only_a_keras_model_is_exported():

@@ -1,0 +1,206 @@
+"""The listeners that every run has: log lines, evaluations, hooks and checkpoints."""
+
+import pathlib
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.callbacks.callback import Listener
+from trainer.checkpoint.best import Best
+from trainer.data.iterator_state import DataPosition
+from trainer.loop.inner import next_multiple
+from trainer.run.reporting import Reporter
+from trainer.run.saving import RunSaver
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+Results = dict[str, float]
+
+
+class TrainRequest(NamedTuple):
+    """The arguments of one call of `train`, checked and resolved."""
+
+    target: int  # the step to reach
+    evaluate: Callable[[], Results | None] | None  # returns None if the evaluation was stopped
+    # Traces the evaluation, so that an error in it ends the run before the first step.
+    trace_evaluation: Callable[[], None] | None
+    eval_interval: int | None  # number of steps between evaluations; None: at the end only
+    export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
+    evaluate_at_start: bool = False  # whether to evaluate before the run's first step, too
+    results: Sequence[str] = ()  # the names of the results of an evaluation
+    due: int | None = None  # the step whose evaluation an earlier call has begun and not ended
+
+
+class Periodic(Listener):
+    """A listener at each multiple of an interval, and at the end of the run.
+
+    Args:
+        interval: the number of steps between two calls; None: at the end only.
+        target: the step at which this call of `train` ends.
+        start: returns the step from which the interval is counted.
+    """
+
+    def __init__(
+        self, interval: int | None, target: int, start: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Stores the arguments."""
+        self._interval, self._target, self._start = interval, target, start
+
+    def next_stop(self, step: int) -> int | None:
+        """Returns the end of the present interval, or of the run."""
+        stop = next_multiple(self._interval, step, self._start())
+        return self._target if stop is None else min(stop, self._target)
+
+
+class LogLines(Periodic):
+    """Writes the log line of an interval."""
+
+    def __init__(
+        self, reporter: Reporter, interval: int | None, target: int, start: Callable[[], int]
+    ) -> None:
+        """Stores the arguments."""
+        super().__init__(interval, target, start)
+        self._reporter = reporter
+
+    def after(self, step: int) -> None:
+        """Writes the line, and calls `on_log`."""
+        del step
+        self._reporter.write()
+
+
+class Evaluations(Periodic):
+    """Evaluates the model, and keeps it if it is one of the best.
+
+    Args:
+        trainer: a trainer that has started.
+        request: the arguments of this call of `train`.
+        reporter: the writer of the log.
+        saver: remembers an evaluation that was begun and not ended.
+        kept_steps: returns the steps of the checkpoints to which the run may be rolled back.
+        interval: as for `Periodic`.
+        start: as for `Periodic`.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        request: TrainRequest,
+        reporter: Reporter,
+        saver: RunSaver,
+        kept_steps: Callable[[], Collection[int]],
+        interval: int | None,
+        start: Callable[[], int],
+    ) -> None:
+        """Stores the arguments. Only the chief keeps models, and only if `keep_best` is set."""
+        super().__init__(interval, request.target, start)
+        self._trainer, self._reporter, self._saver = trainer, reporter, saver
+        self._evaluate, self._export = request.evaluate, request.export
+        self._kept_steps = kept_steps
+        settings, folder = trainer.checkpoints, trainer.model_dir
+        self._best = None
+        if settings.keep_best and folder and trainer.is_chief:
+            self._best = Best(folder, settings.keep_best, settings.best_metric, settings.best_is)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an evaluation of the current step is due, and has not ended."""
+        return self._saver.evaluation_due
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns whether to evaluate.
+
+        It is noted before any hook is called, of which one may raise an error: a resumed run
+        evaluates then.
+        """
+        due = super().is_due(before, step) and self._evaluate is not None
+        self._saver.evaluation_due = due
+        return due
+
+    def after(self, step: int) -> None:
+        """Evaluates, unless the run is asked to stop meanwhile."""
+        if self._evaluate is None:
+            return
+        self._saver.evaluation_due = True
+        log = self._reporter.log
+        self._trainer.call_hook("on_evaluate_begin", step)
+        with log.console.status("evaluating ..."):
+            results = self._evaluate()
+            if results is not None:
+                self._take(step, results)
+        log.restart_clock()
+
+    def _take(self, step: int, results: Results) -> None:
+        """Logs results, and keeps the model if it is one of the best."""
+        with self._reporter.writing():
+            self._reporter.log.log_evaluation(step, results)
+        if self._best and self._best.consider(step, results, self._export, self._kept_steps()):
+            self._reporter.log.say(f"kept in {self._trainer.model_dir}/best")
+        self._saver.evaluation_due = False
+        self._trainer.call_hook("on_evaluate_end", step, results)
+
+    def roll_back(self, step: int) -> None:
+        """Leaves the models that were the best at the step to which the run was rolled back."""
+        self._saver.evaluation_due = False
+        if self._best:
+            self._best.roll_back(step, self._kept_steps())
+
+
+class Hooks(Listener):
+    """The hooks for inner loops and epochs, of the trainer and of its callbacks.
+
+    Args:
+        trainer: a trainer that has started.
+        position: the position in the training data.
+        start: returns the step at which the first pass over the data began.
+    """
+
+    reads = False
+
+    def __init__(
+        self, trainer: "Trainer", position: DataPosition, start: Callable[[], int]
+    ) -> None:
+        """Notes the length of an epoch, if somebody waits for its end."""
+        self._trainer, self._position, self._start = trainer, position, start
+        waits = trainer.overrides("on_epoch_end")
+        self._epoch = position.data.steps_per_epoch if waits else None
+
+    def before(self, step: int) -> None:
+        """Calls `on_loop_begin`, and checks that the step is still the one that was traced."""
+        self._trainer.call_hook("on_loop_begin", step)
+        self._trainer.check_unchanged()
+
+    def next_stop(self, step: int) -> int | None:
+        """Returns the end of the present epoch."""
+        return next_multiple(self._epoch, step, self._start())
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns True: `on_loop_end` is called after each inner loop."""
+        del before, step
+        return True
+
+    def after(self, step: int) -> None:
+        """Calls `on_epoch_end` at the end of an epoch, and `on_loop_end`."""
+        if self._epoch and (step - self._start()) % self._epoch == 0:
+            self._trainer.call_hook("on_epoch_end", self._position.epochs_ended)
+        self._trainer.call_hook("on_loop_end", step)
+
+
+class TimedCheckpoints(Periodic):
+    """Saves the run.
+
+    It comes last, so that every checkpoint has been checked first, and includes the effects of all
+    other listeners.
+    """
+
+    def __init__(self, saver: RunSaver, interval: int | None, target: int) -> None:
+        """Stores the arguments."""
+        super().__init__(interval, target)
+        self._saver = saver
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns whether an interval in steps or in seconds has ended."""
+        return super().is_due(before, step) or self._saver.is_late()
+
+    def after(self, step: int) -> None:
+        """Saves the run."""
+        self._saver.save(step)
