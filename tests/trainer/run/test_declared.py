@@ -713,7 +713,7 @@ PLACES = {
     "clipnorm": "clipnorm",
     "seed": "seed",
     "steps per loop": "steps_per_loop",
-    "actions": "actions",
+    "actions": "callbacks",
     "eval_data": "eval_data",
     "eval_interval": "eval_interval",
     "evaluate": "data",
