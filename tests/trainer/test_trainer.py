@@ -88,7 +88,6 @@ def test_state_is_unavailable_before_any_data(name, ask):
         {"loss_scale": 1000},
         {"loss_scale": "dynamite"},
         {"jit_compile": "yes"},
-        {"metrics": 1},
         {"num_microbatches": 0},
     ],
 )
@@ -140,12 +139,6 @@ def test_settings_that_contradict_each_other(tmp_path):
     divergence = Monitoring(divergence=Divergence(loss_above=9.0))
     with pytest.raises(ValueError, match="`enabled`"):
         make(model_dir=tmp_path, checkpoints=Checkpoints(enabled=False), monitoring=divergence)
-
-
-def test_evaluation_precision_is_checked():
-    """Evaluation computes in float32 or as in training, and other values are refused."""
-    with pytest.raises(ValueError, match=r'`precision` must be "float32" or "train"; got \'half\''):
-        make().evaluate((X, X), global_batch=4, precision="half")
 
 
 def test_refused_rules_never_reach_a_step():
