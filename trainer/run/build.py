@@ -195,10 +195,8 @@ def load_initial_weights(trainer: "Trainer", *, clean_up: bool) -> None:
     for optimizer in optimizers_of(trainer).values():
         if getattr(optimizer, "built", False) and holds_copies(optimizer, trainer.model):
             raise ValueError(
-                "`init_from` must be None if the optimizer already holds copies of the weights; "
-                f"got {str(init_from)!r}, and optimizer {optimizer.name!r} was built before. Its "
-                "first update would bring the old weights back. Do not call the optimizer's "
-                "build(): the trainer calls it after it has loaded the weights."
+                f"`init_from` must be None if the optimizer has been built: {optimizer.name!r} "
+                "holds copies of other weights"
             )
     skip = trainer.checkpoints.init_from_skip
     warm_start(local_path(init_from), trainer.model, skip)
@@ -277,11 +275,7 @@ def build_metrics(trainer: "Trainer") -> Metrics:
     made = Metrics(trainer.build_metrics(), trainer.build_metrics())
     for metrics in made:
         if not isinstance(metrics, dict):
-            raise TypeError(
-                "`metrics` must return a dict of metrics keyed by name; got "
-                f"{type(metrics).__name__}. The names appear in the log. Return for example "
-                '{"accuracy": keras.metrics.SparseCategoricalAccuracy()}.'
-            )
+            raise TypeError(f"`metrics` must return a dict by name; got {type(metrics).__name__}")
         check_metric_names(metrics)
     return made
 
@@ -378,8 +372,7 @@ def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
     for name in items:
         if name in (*taken, "trainer"):
             raise ValueError(
-                f"`checkpoint_items` must return names that are not taken; got {shown(name)}. "
-                "Every checkpoint already holds an item of that name. Choose another name."
+                f"`checkpoint_items` must return names that are not taken; got {shown(name)}"
             )
     return items
 
@@ -395,9 +388,7 @@ def leave_out_xla_or_refuse(trainer: "Trainer", batch: Batch) -> None:
         return
     if not trainer.compile_mode_open:
         raise ValueError(
-            f"`jit_compile` must not be {trainer.jit_compile!r} for batches with {kind_of(part)}; "
-            f"got {part.dtype.name} of shape {part.shape}. XLA does not support them. Turn "
-            'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
+            f"`jit_compile` must not be {trainer.jit_compile!r} for batches with {kind_of(part)}"
         )
     warn_of_batches_without_xla(trainer, part)
     trainer.jit_compile = False

@@ -96,10 +96,7 @@ def check_keeps_variables(trainer: "Trainer", slots: Slots) -> None:
         if id(slot.variable) not in weights:
             name = getattr(slot.variable, "path", slot.variable.name)
             raise ValueError(
-                f"`model` must keep the variables that it was trained with; got one without "
-                f"{name!r}. A layer was replaced or quantized, and the optimizer's slots and the "
-                "run's checkpoints belong to the old variables. Make a new trainer for the changed "
-                "model: Trainer(model=lambda: trainer.model, ...)."
+                f"`model` must keep its variables, or get a new trainer; got one without {name!r}"
             )
 
 
