@@ -1,9 +1,17 @@
 """What tests reach inside of a trainer. When an inner name moves, this file follows, and no test does."""
 
+from trainer.base import atomic_files
+from trainer.checkpoint import folder
 from trainer.data.batches import untuned
+from trainer.step.randomness import key_source, make_keys
 
 __all__ = [
+    "atomic_files",
     "checkpoints",
+    "current_position",
+    "folder",
+    "key_source",
+    "make_keys",
     "metrics",
     "plan",
     "position",
@@ -48,6 +56,11 @@ def checkpoints(trainer):
 def position(trainer):
     """Returns the position in the data after the last call of `train`."""
     return trainer._trained_on[-1]
+
+
+def current_position(trainer):
+    """Returns the position in the data while `train` runs."""
+    return trainer._position
 
 
 def variables(trainer, *, of_metrics=True):

@@ -3,11 +3,13 @@
 import ast
 import itertools
 import pathlib
+import re
 
 import pytest
 from marking import laws_of, tiers
 
 TESTS = pathlib.Path(__file__).parents[1]
+NAMED_TUPLES = "_asdict", "_fields", "_replace"
 AGAIN = "mark.extras", "mark.thorough", "mark.slow"
 
 
@@ -24,6 +26,21 @@ AGAIN = "mark.extras", "mark.thorough", "mark.slow"
 def test_the_laws_of_a_test(docstring, laws):
     """Their numbers are told from L1 and L2 penalties."""
     assert laws_of(docstring) == laws
+
+
+def test_laws_reach_inside_through_one_file():
+    """Tests in `tests/laws` use public names of ours, and `tests/access.py` for all others."""
+    public = {"scaling", "strategies", "trainer", "trainer.callbacks", "trainer.step"}
+    for path in sorted((TESTS / "laws").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                inner = node.module.split(".")[0] in public and node.module not in public
+                assert not inner, f"{path.name}: {node.module}"
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                private = re.match(r"_[a-z]", node.attr) and node.attr not in NAMED_TUPLES
+                # Keras's own, in the test of Keras.
+                allowed = not private or node.value.id in {"self", "inner"}
+                assert allowed, f"{path.name}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize(("axes", "by_default", "in_ci"), [(2, 1, 3), (3, 3, 9), (4, 9, 27)])

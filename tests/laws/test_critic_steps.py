@@ -5,11 +5,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from access import key_source, make_keys
 from helpers import attempt, copies, example
 
 from scaling import Cause
 from trainer import Checkpoints, Trainer, Updates
-from trainer.step.randomness import key_source, make_keys
 
 STEPS, UPDATES, EXAMPLES = 2, 3, 6
 

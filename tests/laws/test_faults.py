@@ -15,13 +15,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from access import untuned
+from access import atomic_files, folder, untuned
 from helpers import Linear, all_copies
 
-from trainer import Action, Checkpoints, Divergence, Monitoring
-from trainer.base import atomic_files
-from trainer.checkpoint import CheckpointError, folder
-from trainer.data.errors import DataError
+from trainer import Action, CheckpointError, Checkpoints, DataError, Divergence, Monitoring
 
 pytestmark = pytest.mark.sampled
 

@@ -1,5 +1,6 @@
 """Programs that call `train` several times, with other data or settings each time."""
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ from helpers import all_copies, assert_same_bits
 
 from trainer import Callback, Checkpoints, Divergence, Monitoring, Trainer
 from trainer.callbacks import KerasCallbacks
-from trainer.checkpoint import folder
 
 X = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
 Y = 3 * X + 1
@@ -176,7 +176,7 @@ def test_a_phase_that_is_repeated_leaves_no_trace(tmp_path):
     assert resumed.train(FEW, 10, global_batch=16).steps_run == 0
     assert log.read_text() == before
     assert before.count('"split": "run"') == 1
-    assert list(folder.committed(tmp_path / "stopped", "ckpt")) == [5, 10, 13]
+    assert list(access.folder.committed(tmp_path / "stopped", "ckpt")) == [5, 10, 13]
     history = resumed.train(ALL, 20, global_batch=16).history
     assert log.read_text().count('"split": "run"') == 2
     whole = finish(other_arrays, tmp_path / "whole").train(ALL, 20, global_batch=16).history
@@ -267,7 +267,7 @@ def test_a_rollback_into_an_earlier_phase_begins_the_data_anew(tmp_path):
     trainer.recovered = []
     trainer.train(FEW, 10, global_batch=16)
     seen = []
-    trainer.on_loop_end = lambda _: seen.append(trainer._position.taken)
+    trainer.on_loop_end = lambda _: seen.append(access.current_position(trainer).taken)
     trainer.train(ALL, 16, global_batch=8)
 
     assert trainer.recovered == [10]
