@@ -18,7 +18,6 @@ from trainer import Trainer
 from trainer.step import replica
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.report_bits import PackedReport
-from trainer.step.rollback import variables_in_reach
 
 REPLICA_SUFFIX = "_of_replica"  # ends the names of rewritten functions
 
@@ -44,7 +43,7 @@ def started(trainer, batch):
 
 def copies(trainer):
     """Yields the path of every variable and its copies on all replicas."""
-    for variable in variables_in_reach([trainer.model, trainer.optimizer], ()):
+    for variable in [*trainer.model.variables, *trainer.optimizer.variables]:
         inner = tensorflow_variable(variable)
         yield variable.path, list(getattr(inner, "values", [inner]))
 
