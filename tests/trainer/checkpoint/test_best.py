@@ -274,6 +274,7 @@ def test_a_run_whose_evaluations_lack_the_metric_does_not_begin(tmp_path):
     assert list(tmp_path.rglob("ckpt-*")) == []
 
 
+@pytest.mark.thorough
 def test_nothing_is_kept_without_being_asked_for(tmp_path):
     """By default no model is kept; `keep_best` without evaluations is refused before the first step."""
     Linear(model_dir=tmp_path / "a", verbose=False).train(

@@ -276,6 +276,7 @@ def warnings_in(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.thorough
 def test_other_metrics_start_over(tmp_path, caplog):
     """A resumed run may have other metrics: they start over with a warning, and the weights continue."""
     Counted(["a"], model_dir=tmp_path).train(slopes(1.0), steps=3, global_batch=1)
@@ -327,6 +328,7 @@ def test_checkpoints_come_at_their_interval(tmp_path):
     assert steps_saved(tmp_path) == [6, 9, 11]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_run_at_the_same_step_is_read(tmp_path):
     """A trainer that evaluates notices that the folder holds another run now, whose newest checkpoint is
     of the same step.
@@ -348,6 +350,7 @@ def test_a_checkpoint_of_another_run_at_the_same_step_is_read(tmp_path):
     assert evaluated(reader) == (-7.0, -7.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("online", [False, True])
 def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
     """A cell of a notebook that is run again, with the trainer from before."""

@@ -462,6 +462,7 @@ def test_the_model_and_the_optimizer_stay(name):
         trainer.train((X, Y), steps=2, global_batch=12)
 
 
+@pytest.mark.thorough
 def test_a_setting_that_is_assigned_between_two_calls_is_used():
     """Attributes of a trainer are ordinary ones, and what the step reads is read anew."""
     trainer = trainer_of()
@@ -483,6 +484,7 @@ class Own(Trainer):
         self.seed, self.verbose, self.alpha, self.state = seed, True, 0.1, {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("early", [True, False])
 def test_a_subclass_keeps_what_it_likes(early):
     """Its attributes may have any name, and the parts that it assigns are trained."""
@@ -594,6 +596,7 @@ def test_a_method_that_is_assigned_is_run(redefined):
     assert redefined._parts is parts
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_first_used_in_a_graph_is_built_outside_of_it():
     """`trainer.model` may be touched first inside of a `tf.function`."""
     trainer = trainer_of()
@@ -619,6 +622,7 @@ class Counted(keras.optimizers.schedules.LearningRateSchedule):
         return 0.125 + 0.0 * tf.cast(step, tf.float32)
 
 
+@pytest.mark.thorough
 def test_a_schedule_may_count_its_calls():
     """What a schedule without a configuration holds is its own affair, also beside hooks."""
     schedule = Counted()

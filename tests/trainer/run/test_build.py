@@ -219,6 +219,7 @@ def test_building_a_model_is_no_step():
     assert int(trainer.model.calls.numpy()) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [False, True])
 def test_a_loss_of_groups_of_examples_builds_its_model(late):
     """Without an Input a model is built by its first call, and some metrics by their first update. A

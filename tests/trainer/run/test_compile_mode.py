@@ -27,6 +27,7 @@ class Counting(SmallImages):
         return super().compute_loss(batch, training)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_a_run_traces_its_loss_once(precision):
     """L15: by default, a long run traces the loss once too: nothing is tried before its first step."""
@@ -39,6 +40,7 @@ def test_a_run_traces_its_loss_once(precision):
     assert trainer.jit_compile is (precision == "mixed_float16")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("known", [True, False])
 def test_passes_over_several_shapes_are_not_compiled(known):
     """XLA would compile a program for each, also in float16 on a CPU."""
@@ -97,6 +99,7 @@ def test_a_step_that_xla_cannot_compile_runs_without_it(caplog):
     assert trainer.jit_compile is False
 
 
+@pytest.mark.thorough
 def test_a_step_that_xla_was_asked_to_compile_and_cannot_is_refused():
     """jit_compile=True is an error before the first step, in one line instead of dozens."""
     trainer = Augmented(optimizer=adam, jit_compile=True, verbose=False)
@@ -163,9 +166,8 @@ def test_what_a_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, change, 
     assert len([each for each in caplog.messages if "XLA" in each]) == bool(change)
 
 
-@pytest.mark.parametrize(
-    "method", ["dry_run", pytest.param("overfit_one_batch", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["dry_run", "overfit_one_batch"])
 def test_what_comes_before_a_run_on_a_gpu_takes_its_mode(monkeypatch, method):
     """It tries the program that a run would begin with. What comes after it chooses for itself."""
     pretend(monkeypatch, on_cpu=False)
@@ -218,6 +220,7 @@ def test_a_step_that_xla_fails_to_compile_ends_with_the_way_out(monkeypatch):
     assert any("jit_compile=False" in note for note in error.value.__notes__)
 
 
+@pytest.mark.thorough
 def test_operations_without_xla_are_named_on_a_gpu(monkeypatch, caplog):
     """As on a CPU that needs XLA."""
     pretend(monkeypatch, on_cpu=False)

@@ -290,6 +290,7 @@ def of_a_teacher(trainer, x):
     return (trainer.teacher(x, training=True) + trainer.teacher(2.0 * x, training=True))[:, 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("first", "other", "warns"),

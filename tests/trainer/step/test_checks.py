@@ -265,6 +265,7 @@ def with_own(*names):
     return own(inputs, keras.layers.Dense(1)(inputs))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["train_step", "test_step", "compute_loss", "predict_step"])
 def test_steps_that_a_default_would_replace_are_refused(name):
     """With `loss_fn`, and by the default `predict_batch`; another default is not concerned."""
@@ -303,6 +304,7 @@ class Mask(keras.layers.Layer):
         return tf.abs(tf.cast(x, tf.complex64) * self.mask * self.phase) * self.gain
 
 
+@pytest.mark.thorough
 def test_complex_weights_are_refused_by_name():
     """In Keras and in a `tf.Module`; a complex number that is not trained may stand in a model."""
 

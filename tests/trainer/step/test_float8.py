@@ -503,6 +503,7 @@ class Recomputed(keras.layers.Layer):
         return tf.recompute_grad(functools.partial(self.inner, training=training))(inputs)
 
 
+@pytest.mark.thorough
 def test_a_rematerialized_layer_is_called_once():
     """It runs again in the backward pass, and finds its scales once."""
     model = keras.Sequential([keras.Input([16]), Recomputed(), keras.layers.Dense(1)])
@@ -573,6 +574,7 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.thorough
 def test_replicas_may_wait_for_each_other_in_the_pass(mirrored):
     """`all_gather` in the loss: the scales and histories of one device, on two replicas."""
 

@@ -200,6 +200,7 @@ class Compiled(Trainer):
         return loss * self.strategy.num_replicas_in_sync  # by which Keras divides it
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_loss_may_be_the_models_own(replicas, mirrored):
     """The means that a compiled model's `compute_loss` updates concern `fit`: they do not end a run."""
@@ -228,6 +229,7 @@ class Freezing(Trainer):
         return tf.reduce_sum((self.model(batch, training=training) - batch) ** 2, axis=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("outside", "inside", "names"),
     [
@@ -320,6 +322,7 @@ def weights_after_a_step(inner, calls, *, rematerialized, check_gradients=True):
     return [variable.numpy() for variable in trainer.model.variables]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled
 @pytest.mark.parametrize("check_gradients", [False, True])
 @pytest.mark.parametrize(("inner", "calls"), [(Doubling, 1), (Normalizing, 1), (Normalizing, 2)])
@@ -367,7 +370,10 @@ class Centered(keras.layers.Layer):
         return x - context.all_reduce("mean", tf.reduce_mean(x, axis=0, keepdims=True))
 
 
-@pytest.mark.parametrize("place", ["loss", "layer", "condition"])
+@pytest.mark.parametrize(
+    "place",
+    ["loss", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("layer", "condition"))],
+)
 def test_a_collective_in_the_loss_is_refused(mirrored, place):
     """TensorFlow's error says nothing of `all_gather`; on one replica there is nothing to refuse."""
 
