@@ -79,8 +79,6 @@ def warn_of_skips(steps: StepReport, settings: Skips) -> None:
     if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
         logging.warning("step skipped, cause forward: %s", HINTS[scaling.Cause.FORWARD])
     skips = int(steps.consecutive_skips[-1])
-    if settings.warn_after and skips >= settings.warn_after:
-        logging.warning("%d steps in a row were skipped", skips)
     if settings.on_stuck == "hold" and skips >= settings.max_consecutive:
         logging.warning(
             "%d steps in a row were skipped; the run ends at %d", skips, settings.max_skips

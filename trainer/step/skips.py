@@ -27,7 +27,6 @@ class Skips:
             with an error that explains why. "hold" keeps waiting, warns at every log line, and
             ends the run after ten times as many skipped steps in a row. "float32" computes one
             step in float32 (Keras models only) and goes on.
-        warn_after: number of skipped steps in a row after which a warning says so; None for never.
         attribute_causes: whether the loss scale moves only after overflows that a smaller scale
             may prevent. False backs off after every skipped step, as other systems do.
         max_records: number of skipped steps to keep in `model_dir/overflows`, so that they can be
@@ -48,7 +47,6 @@ class Skips:
     on_nonfinite_loss: str = choice("skip", ("skip", "raise"))
     max_consecutive: int = count(100)
     on_stuck: str = choice("raise", ("raise", "hold", "float32"))
-    warn_after: int | None = count(None)
     attribute_causes: bool = switch(default=True)
     max_records: int = count(0, least=0)
     max_record_bytes: int = count(2**30)

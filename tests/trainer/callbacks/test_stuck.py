@@ -104,13 +104,6 @@ def test_good_steps_after_the_last_one_do_not_save_a_run():
         check_not_stuck(reports(*bad_loss), policy, [])
 
 
-def test_a_row_of_skips_warns_if_asked(caplog):
-    """Not before it is that long."""
-    for skips in (1, 2):
-        check_not_stuck(reports(*[Cause.BACKWARD] * skips), Skips(warn_after=2), [])
-    assert caplog.messages == ["2 steps in a row were skipped"]
-
-
 @pytest.mark.parametrize(
     ("causes", "before", "warnings"),
     [
