@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import scaling
 from trainer.checkpoint.worker_copies import read_worker_copies, write_worker_copies
+from trainer.fingerprint import Fingerprint
 from trainer.step.held_back import is_seed_state, leaves, tensorflow_variable
 from trainer.step.reach import reach
 from trainer.step.rollback import copies_of, variables_in_reach
@@ -190,39 +191,23 @@ def describe(variables: Sequence[Variable]) -> list[str]:
     ]
 
 
-def first_difference(
-    ours: Sequence[str], theirs: Sequence[str], *, roles: bool = False
-) -> str | None:
-    """Returns the first difference between two results of `describe`, or None.
+def comparable(variables: Mapping[str, Sequence[str]]) -> Fingerprint:
+    """Returns what must be the same of variables for their values to be restored.
 
-    Names are not compared, because Keras adds numbers that can differ between processes.
+    Names are not compared, because Keras adds numbers that can differ between processes; but the
+    last word of the name of an optimizer's variable says what the variable is for.
 
     Args:
-        ours: descriptions of this run's variables.
-        theirs: descriptions of the checkpoint's variables.
-        roles: whether to compare the last word of each name, which says what an optimizer's
-            variable is for.
+        variables: results of `describe`, keyed by owner: "model", "optimizer" and so on.
 
     Example:
-        >>> first_difference(["a: float32 (2,)"], ["b: float32 (2,)", "c: float32 ()"])
-        'variable 1 is missing in this run and c: float32 () in the checkpoint'
+        >>> comparable({"model": ["a: float32 (2,)"], "optimizer": ["sgd_3/b_momentum: int32 ()"]})
+        {'model[0]': 'float32 (2,)', 'optimizer[0]': 'momentum: int32 ()'}
     """
-    for place in range(max(len(ours), len(theirs))):
-        here, there = [side[place] if place < len(side) else "missing" for side in (ours, theirs)]
-        if comparable_part(here, roles=roles) != comparable_part(there, roles=roles):
-            return f"variable {place} is {here} in this run and {there} in the checkpoint"
-    return None
-
-
-def comparable_part(line: str, *, roles: bool) -> str:
-    """Returns the part of a line of `describe` that `first_difference` compares.
-
-    Example:
-        >>> comparable_part("sgd_3/dense_7_kernel_momentum: float32 (2,)", roles=True)
-        'momentum: float32 (2,)'
-    """
-    name, _, values = line.rpartition(": ")
-    if not roles:
-        return values
-    unnumbered = re.sub(r"(_\d+)?(:\d+)?$", "", name)
-    return f"{re.split('[/_]', unnumbered)[-1]}: {values}"
+    found = {}
+    for owner, lines in variables.items():
+        for place, line in enumerate(lines):
+            name, _, values = line.rpartition(": ")
+            role = re.split("[/_]", re.sub(r"(_\d+)?(:\d+)?$", "", name))[-1]
+            found[f"{owner}[{place}]"] = values if owner == "model" else f"{role}: {values}"
+    return found

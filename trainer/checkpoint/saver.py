@@ -18,10 +18,10 @@ from trainer.base.atomic_files import (
     unfinished,
 )
 from trainer.checkpoint import folder
-from trainer.checkpoint.contents import Contents, describe, first_difference
+from trainer.checkpoint.contents import Contents, comparable, describe
 from trainer.checkpoint.folder import Facts
 from trainer.data.errors import reason_of
-from trainer.fingerprint import text_of_rule
+from trainer.fingerprint import diff, text_of_rule
 from trainer.step.types import Variable
 
 PREFIX = "ckpt"
@@ -264,12 +264,7 @@ class CheckpointSaver:
 
     def holds_other_variables(self) -> bool:
         """Returns whether the newest checkpoint holds other variables than the next one will."""
-        saved = self.facts.get("variables", {})
-        owners = {*saved, *self._variables}
-        return any(
-            first_difference(self._variables.get(owner, ()), saved.get(owner, ()))
-            for owner in owners
-        )
+        return comparable(self.facts.get("variables", {})) != comparable(self._variables)
 
     def _newest_step(self) -> int:
         """Returns the step of the newest checkpoint that the chief sees, or -1."""
@@ -346,12 +341,11 @@ class CheckpointSaver:
 
     def _has_copies(self, facts: Facts, path: pathlib.Path) -> bool:
         """Returns whether a checkpoint holds copies of the same variables; warns if not."""
-        difference = first_difference(self._contents.differing, facts["copies"])
-        if difference:
-            logging.warning(
-                "Metrics are not restored from %s because they have changed: %s.", path, difference
-            )
-        return difference is None
+        ours, saved = ({"model": lines} for lines in (self._contents.differing, facts["copies"]))
+        same = comparable(ours) == comparable(saved)
+        if not same:
+            logging.warning("Metrics are not restored from %s because they have changed", path)
+        return same
 
     @property
     def lacks_average(self) -> bool:
@@ -481,11 +475,5 @@ def check_variables(
         path: path of the checkpoint.
         argument: name of the argument that selected the checkpoint.
     """
-    for owner in {**ours, **saved}:
-        sides = ours.get(owner, ()), saved.get(owner, ())
-        difference = first_difference(*sides, roles=owner != "model")
-        if difference:
-            raise ValueError(
-                f"`{argument}` must hold a run with the same variables of {owner}; got {path}, "
-                f"where {difference}"
-            )
+    for place, (was, now) in diff(comparable(saved), comparable(ours)).items():
+        raise ValueError(f"`{argument}` must hold {now} as {place}; got {was} in {path}")

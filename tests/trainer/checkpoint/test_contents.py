@@ -8,9 +8,8 @@ from helpers import Linear, linear_model, slopes
 import scaling
 from trainer.checkpoint.contents import (
     Contents,
-    comparable_part,
+    comparable,
     describe,
-    first_difference,
     others_with_variables,
 )
 from trainer.step.rollback import copies_of
@@ -49,38 +48,16 @@ def test_variables_are_described_by_name_dtype_and_shape():
 
 
 def test_the_role_in_a_variables_name_is_compared():
-    """The last word of an optimizer's variable is compared, but not the number that Keras adds."""
-    assert comparable_part("nadam/variable_12: float32 ()", roles=True) == "variable: float32 ()"
-    assert comparable_part("momentum:0: float32 (2,)", roles=True) == "momentum: float32 (2,)"
-    assert comparable_part("sgd/a_velocity: float32 (2,)", roles=False) == "float32 (2,)"
-    ours, theirs = ["x/a_momentum: float32 ()"], ["y/b_velocity: float32 ()"]
-    assert first_difference(ours, theirs) is None
-    assert first_difference(ours, theirs, roles=True) == (
-        "variable 0 is x/a_momentum: float32 () in this run and y/b_velocity: float32 () in the "
-        "checkpoint"
-    )
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "difference"),
-    [
-        ([], [], None),
-        (["a: float32 (2,)"], ["b: float32 (2,)"], None),
-        (
-            ["a: float32 (2,)"],
-            ["b: float16 (2,)"],
-            "variable 0 is a: float32 (2,) in this run and b: float16 (2,) in the checkpoint",
-        ),
-        (
-            ["a: int64 ()", "b: int64 ()"],
-            ["a: int64 ()"],
-            "variable 1 is b: int64 () in this run and missing in the checkpoint",
-        ),
-    ],
-)
-def test_the_first_difference_is_named(ours, theirs, difference):
-    """Dtypes, shapes and the number of variables are compared, and both sides are given."""
-    assert first_difference(ours, theirs) == difference
+    """L12: the last word of an optimizer's variable counts, but not the number that Keras adds."""
+    lines = ["nadam/variable_12: float32 ()", "momentum:0: float32 (2,)", "a_velocity: int32 ()"]
+    assert comparable({"model": lines, "optimizer": lines}) == {
+        "model[0]": "float32 ()",
+        "model[1]": "float32 (2,)",
+        "model[2]": "int32 ()",
+        "optimizer[0]": "variable: float32 ()",
+        "optimizer[1]": "momentum: float32 (2,)",
+        "optimizer[2]": "velocity: int32 ()",
+    }
 
 
 class Plain:

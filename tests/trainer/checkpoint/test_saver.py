@@ -293,10 +293,7 @@ def test_other_metrics_start_over(tmp_path, caplog):
     assert float(same.metrics["a"].result()) == 2.0
     assert [float(metric.result()) for metric in other.metrics.values()] == [0.0, 0.0]
     [warning] = warnings_in(caplog)
-    assert warning.startswith(
-        f"Metrics are not restored from {tmp_path / 'ckpt-2'} because they have changed: variable 1 is "
-    )
-    assert warning.endswith("total: float32 () in this run and missing in the checkpoint.")
+    assert warning.startswith("Metrics are not restored")
 
 
 # When checkpoints are written, and how many are kept.
@@ -512,13 +509,13 @@ class Pair(keras.Model):
 @pytest.mark.parametrize(
     ("before", "model", "optimizer", "found"),
     [
-        (sgd, lambda: linear_model(units=2), sgd, r"model.* variable 0 .*float32 \(1, 2\)"),
-        (sgd, with_bias, sgd, "model.* variable 1 .*missing"),
-        (sgd, whole_numbers, sgd, "model.* variable 0 .*int32"),
-        (sgd, linear_model, momentum, "optimizer.* variable 2 .*missing"),
-        (momentum, linear_model, sgd, "optimizer.* variable 2 is missing"),
-        (momentum, linear_model, lambda: keras.optimizers.RMSprop(1.0), "optimizer.*momentum"),
-        (sgd, Pair, lambda: {"one": sgd()}, "optimizer_one.* variable 0 .*missing"),
+        (sgd, lambda: linear_model(units=2), sgd, r"float32 \(1, 2\) as model\[0\]"),
+        (sgd, with_bias, sgd, r"float32 \(1,\) as model\[1\]; got None"),
+        (sgd, whole_numbers, sgd, r"int32 .* as model\[0\]"),
+        (sgd, linear_model, momentum, r"momentum: .* as optimizer\[2\]; got None"),
+        (momentum, linear_model, sgd, r"None as optimizer\[2\]; got momentum"),
+        (momentum, linear_model, lambda: keras.optimizers.RMSprop(1.0), r"velocity.*momentum"),
+        (sgd, Pair, lambda: {"one": sgd()}, r"as optimizer_one\[0\]; got None"),
     ],
 )
 def test_another_model_or_optimizer_is_refused(tmp_path, before, model, optimizer, found):
