@@ -82,12 +82,7 @@ def fingerprint(
         >>> found["model.layers[0].rate"], found["optimizer.learning_rate"], found["seed"]
         ('0.5', '0.1', '1')
     """
-    found = model_entries(model, policy)
-    for place, optimizer in optimizers.items():
-        found |= entries(place, optimizer)
-    for place, value in declared.items():
-        found |= entries(place, value)
-    return found
+    return model_entries(model, policy) | entries_of(optimizers) | entries_of(declared)
 
 
 def diff(a: Fingerprint, b: Fingerprint) -> dict[str, tuple[str | None, str | None]]:
@@ -270,6 +265,14 @@ def config_of(value: Any) -> dict[str, Any]:
         return {**value.get_config(), **arguments_of_loss(value)}
     except Exception:  # noqa: BLE001  # a user's class may raise anything here
         return {}
+
+
+def entries_of(declared: Mapping[str, Any]) -> Fingerprint:
+    """Returns the entries of several values, keyed by their places."""
+    found: Fingerprint = {}
+    for place, value in declared.items():
+        found |= entries(place, value)
+    return found
 
 
 def entries(place: str, value: Any, apart: Collection[str] = ()) -> Fingerprint:

@@ -19,6 +19,7 @@ from trainer.fingerprint import (
     diff,
     digest,
     entries,
+    entries_of,
     fingerprint,
     group_of,
     text_of_rule,
@@ -102,12 +103,9 @@ def evaluated_of(trainer: "Trainer", data: Any) -> Fingerprint:
     """
     parts = data.values() if is_named(data) else [data]
     arrays = [as_arrays(part) for part in parts if are_arrays(part)]
-    described = {
-        "loss": loss_of(trainer),
-        "metrics": getattr(trainer, "_given_metrics", None),
-        "arrays": texts_of_arrays(arrays),
-    }
-    return entries("evaluation", described)
+    metrics = getattr(trainer, "_given_metrics", None)
+    described = {"loss": loss_of(trainer), "metrics": metrics, "data": texts_of_arrays(arrays)}
+    return entries_of(described)
 
 
 def check_same_run(
@@ -147,8 +145,7 @@ def check_same_run(
     }
     data = position.declared() | entries("data.first", first_batch_of(position.data))
     ours = parts.declared | data | of_data(evaluated, "eval_data")
-    for name in settings.keys() - {*OF_ONE_WORKER}:
-        ours |= entries(name, settings[name])
+    ours |= entries_of({name: settings[name] for name in settings if name not in OF_ONE_WORKER})
     check_agreed(ours, trainer.strategy)
 
 
@@ -164,7 +161,7 @@ def check_same_data(
         settings: the other arguments of the call, by name.
     """
     if strategies.has_workers(trainer.strategy):
-        check_agreed(of_data(data, argument) | entries("", settings), trainer.strategy)
+        check_agreed(of_data(data, argument) | entries_of(settings), trainer.strategy)
 
 
 def of_data(data: EvalData, argument: str) -> Fingerprint:
