@@ -18,6 +18,7 @@ __all__ = [
     "start",
     "state",
     "steps",
+    "traces",
     "untuned",
     "variables",
 ]
@@ -36,6 +37,11 @@ def state(trainer):
 def steps(trainer):
     """Returns the traced inner loop, a function of an iterator and the number of steps."""
     return trainer._parts.run_steps
+
+
+def traces(function):
+    """Returns what a `tf.function` has traced."""
+    return function._list_all_concrete_functions()
 
 
 def plan(trainer):

@@ -27,7 +27,7 @@ Layers, losses and metrics:
 
 Graphs and random numbers:
 
-- `_list_all_concrete_functions`, `_get_function`: a function's traces, and its callees' graphs.
+- `_get_function`: the graph of the function that an operation calls.
 - `kernels`: what XLA can compile.
 - `_seed`, `_rng`, `tf_context`, `keras_globals`, `GLOBAL_RANDOM_SEED`, `GLOBAL_SEED_GENERATOR`: the
   state of the global generators, which a trainer leaves as it found it.
@@ -727,26 +727,6 @@ def centered_moments(
     """Returns Keras's mean and variance over `axes`, with the variance's higher derivatives."""
     mean, variance = KERAS_MOMENTS(x, axes, keepdims)
     return mean, variance - tf.square(mean - tf.stop_gradient(mean))
-
-
-def traced_functions(function: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns a `FunctionDef` for each trace of a `tf.function`, with the functions it may call.
-
-    Publicly, a trace is found only by its arguments, which are known while it is made.
-
-    Args:
-        function: a `tf.function`, or a single trace of one.
-
-    Returns:
-        For each trace, its definition and a dict of the definitions of other functions by name.
-    """
-    every = getattr(function, "_list_all_concrete_functions", lambda: [function])
-    traces = every()
-    libraries = [trace.graph.as_graph_def().library.function for trace in traces]
-    return [
-        (trace.function_def, {each.signature.name: each for each in library})
-        for trace, library in zip(traces, libraries, strict=True)
-    ]
 
 
 def outputs_of_called(call: tf.Operation) -> Sequence[tf.Tensor]:

@@ -33,7 +33,6 @@ from trainer.keras_compat import (
     replaced_calls,
     set_framework_random_state,
     slot_variables,
-    traced_functions,
     with_keras_mask,
 )
 
@@ -478,17 +477,6 @@ def test_first_derivatives_of_moments_keep_their_bits():
         ours = computed()
     for one, other in zip(ours, computed(), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_what_a_function_has_traced_is_found_with_the_functions_it_calls():
-    """A trace is a definition with operations, and a dict of the functions that it calls."""
-    inner = tf.function(lambda x: x * 2.0)
-    outer = tf.function(lambda x: inner(x) + 1.0)
-    outer.get_concrete_function(tf.TensorSpec([]))
-    [(definition, library)] = traced_functions(outer)
-
-    assert {"AddV2", "Mul"} & {node.op for node in definition.node_def} == {"AddV2"}
-    assert any(node.op == "Mul" for each in library.values() for node in each.node_def)
 
 
 def test_xla_has_kernels_for_products_but_not_for_strings():

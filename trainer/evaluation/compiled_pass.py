@@ -27,12 +27,13 @@ def compiled_pass(run: Callable[[], Any], strategy: tf.distribute.Strategy) -> A
         strategy: the run's strategy. On a GPU, programs of XLA cannot reach int32 variables.
     """
     program = tf.function(run, autograph=False, jit_compile=True)
-    inputs = program.get_concrete_function().graph.internal_captures
+    trace = program.get_concrete_function()
+    inputs = trace.graph.internal_captures
     found = [f"an input of {each.dtype.name}s" for each in inputs if each.dtype == tf.string]
-    found += operations_without_xla(program)
+    found += operations_without_xla(trace)
     if strategies.capabilities(strategy).on_gpu:
-        found += operations_on_int32_variables(program)
-    sized = operations_sized_by_values(program)
+        found += operations_on_int32_variables(trace)
+    sized = operations_sized_by_values(trace)
     if not (found or sized):
         return program()
     why = (

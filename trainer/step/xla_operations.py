@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from trainer.keras_compat import has_xla_kernel, traced_functions
+from trainer.keras_compat import has_xla_kernel
 from trainer.step.inner_graphs import called_functions
 
 # XLA turns these operations of TensorFlow 1's control flow into others before it compiles.
@@ -36,12 +36,12 @@ def operations_without_xla(function: Any) -> list[str]:
     """Returns the names of operations that XLA is to compile and cannot.
 
     Args:
-        function: a `tf.function` that has been traced, or one of its traces. It is compiled itself,
-            or it calls functions that are, or neither.
+        function: a trace of a `tf.function`. It is compiled itself, or it calls functions that are,
+            or neither.
 
     Returns:
         Names with the scopes of layers, such as "turn_1/ImageProjectiveTransformV3". Empty if XLA
-        can compile what it is to compile, or if the function has not been traced.
+        can compile what it is to compile.
     """
     return compiled_operations(
         function,
@@ -104,13 +104,19 @@ def compiled_operations(
         wanted: whether an operation, a `NodeDef`, is wanted, given those of its function by name.
     """
     found: dict[str, None] = {}  # as an ordered set
-    for definition, library in traced_functions(function):
-        seen: set[str] = set()
-        for name in compiled_functions(definition, library):
-            for node, others in used_nodes(library.get(name, definition), library, seen):
-                if node.op not in (*CONTROL_FLOW, *library) and wanted(node, others):
-                    found[text_of(node)] = None
+    definition, library = definitions(function)
+    seen: set[str] = set()
+    for name in compiled_functions(definition, library):
+        for node, others in used_nodes(library.get(name, definition), library, seen):
+            if node.op not in (*CONTROL_FLOW, *library) and wanted(node, others):
+                found[text_of(node)] = None
     return list(found)
+
+
+def definitions(trace: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the `FunctionDef` of a trace, and those of the functions it may call, by name."""
+    library = trace.graph.as_graph_def().library.function
+    return trace.function_def, {each.signature.name: each for each in library}
 
 
 def text_of(node: Any) -> str:

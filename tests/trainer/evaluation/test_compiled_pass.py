@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import access
 import keras
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import tensorflow as tf
 import strategies
 from trainer import Trainer
 from trainer.evaluation.compiled_pass import compiled_pass
-from trainer.keras_compat import traced_functions
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 DATA = (X, X[:, :1])
@@ -150,8 +150,8 @@ def test_what_is_compiled(mode):
         for function in (evaluator._evaluate[precision], evaluator._predict[precision]):
             compiled = [
                 each.attr["_XlaMustCompile"].b
-                for _, library in traced_functions(function)
-                for each in library.values()
+                for trace in access.traces(function)
+                for each in trace.graph.as_graph_def().library.function
             ]
             assert any(compiled) == (precision == "train" and mode is not False)
 

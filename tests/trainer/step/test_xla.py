@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, assert_close, trained_small
 
-from trainer.keras_compat import traced_functions
 from trainer.step import attempt, replica
 from trainer.step.outcomes import apply_or_skip
 from trainer.step.xla import (
@@ -22,7 +21,7 @@ from trainer.step.xla import (
     compiled_differentiation,
     compiled_update,
 )
-from trainer.step.xla_operations import compiled_functions, used_nodes
+from trainer.step.xla_operations import compiled_functions, definitions, used_nodes
 
 pytestmark = pytest.mark.sampled
 
@@ -174,7 +173,8 @@ def test_a_whole_step_is_one_program():
     one function, which XLA compiles.
     """
     trainer = trained_small(precision="mixed_float16", jit_compile="step")
-    [(definition, library)] = traced_functions(access.steps(trainer))
+    [trace] = access.traces(access.steps(trainer))
+    definition, library = definitions(trace)
     [program] = compiled_functions(definition, library)
     inside = {node.op for node, _ in used_nodes(library[program], library, set())}
     others = {name: function for name, function in library.items() if name != program}
@@ -309,7 +309,7 @@ def test_what_is_constant_in_a_report_is_no_result_of_the_program():
     the report is complete.
     """
     trainer = trained_small(jit_compile="step")
-    definition, library = traced_functions(access.steps(trainer))[0]
+    definition, library = definitions(access.traces(access.steps(trainer))[0])
     [name] = compiled_functions(definition, library)
     returned = {each.name for each in library[name].signature.output_arg}
     data = tf.data.Dataset.from_tensors((IMAGES, LABELS)).repeat()
