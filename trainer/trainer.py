@@ -54,7 +54,7 @@ from trainer.evaluation.eval_data import (
     read_eval_data,
     result_names,
 )
-from trainer.evaluation.export import check_export, export
+from trainer.evaluation.export import check_export, export, warn_of_merged_adapters
 from trainer.fingerprint import texts_of_arrays
 from trainer.log.console import RunConsole, resolve_style
 from trainer.log.history import History
@@ -723,6 +723,8 @@ class Trainer(Task):
         were not compared with those of the run.
         """
         loop.introduce()
+        if self.checkpoints.keep_best and isinstance(self.model, keras.Model):
+            warn_of_merged_adapters(self.model)
         while self.when_training_begins:
             self.when_training_begins.pop(0)()
         self._introduced = True

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from trainer.base.argument_checks import check_bool, check_count
+from trainer.base.argument_checks import check_count
 from trainer.data.batches import Batches, are_arrays, batches, check_ends, needs_batch_size
 
 EvalData: TypeAlias = dict[str, Batches]  # keyed by name; a single data set has the name ""
@@ -130,20 +130,14 @@ def result_name(name: str, result: str) -> str:
 def check_schedule(
     eval_data: Any, eval_interval: Any, eval_steps: Any, evaluate_at_start: Any
 ) -> None:
-    """Raises TypeError or ValueError unless the arguments of `train` about evaluation agree."""
+    """Raises ValueError for arguments of `train` about evaluation that would have no effect."""
     for name, count in (("eval_interval", eval_interval), ("eval_steps", eval_steps)):
         if count is not None:
             check_count(name, count)
-            check_any_data(name, count, None, eval_data)
-    check_bool("evaluate_at_start", evaluate_at_start)
-    if evaluate_at_start:
-        check_any_data("evaluate_at_start", True, False, eval_data)
-
-
-def check_any_data(name: str, value: object, default: object, eval_data: Any) -> None:
-    """Raises ValueError, naming the argument, if there is no data to evaluate on."""
-    if eval_data is None:
-        raise ValueError(f"`{name}` must be {default} without `eval_data`; got {value}")
+            if eval_data is None:
+                raise ValueError(f"`{name}` must be None without `eval_data`; got {count}")
+    if evaluate_at_start and eval_data is None:
+        raise ValueError("`evaluate_at_start` must be False without `eval_data`")
 
 
 def first_batch(data: EvalData) -> Any:

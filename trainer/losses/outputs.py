@@ -285,7 +285,8 @@ def key_of(metric: Any) -> str:
     """Returns the name under which a metric in a list is logged, as in Keras."""
     if isinstance(metric, str):
         return metric
-    return name_of(metric).strip("<>") if is_function(metric) else str(metric.name)
+    named = is_function(metric) or isinstance(metric, type)
+    return name_of(metric).strip("<>") if named else str(metric.name)
 
 
 def update_by_output(
