@@ -290,7 +290,9 @@ def group_of(name: str, given: Any, flag_values: flags.FlagValues) -> Any:
         flag, own = f"{name}.{field.name}", getattr(given, field.name)
         if flag in flag_values and own == field.default:
             value = flag_values[flag].value
-            values[field.name] = value or None if type(None) in get_args(field.type) else value
+            # 0 and an empty text stand for None; 0.0 is refused where it bounds something.
+            empty = not value and not isinstance(value, float)
+            values[field.name] = None if empty and type(None) in get_args(field.type) else value
     if steps := values.get("profile_steps"):
         values["profile_steps"] = [int(step) for step in steps]
     if name == "monitoring" and given.divergence is None:
