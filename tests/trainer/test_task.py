@@ -87,9 +87,7 @@ def test_metrics_without_an_update_are_refused():
         def build_metrics(self):
             return {"mean": keras.metrics.Mean()}
 
-    with pytest.raises(
-        ValueError, match=r"`update_metrics` must be overridden along with compute_loss"
-    ):
+    with pytest.raises(ValueError, match="`update_metrics`"):
         Forgetful(verbose=False).train(slopes(1.0), steps=1, global_batch=1)
 
 
