@@ -68,8 +68,6 @@ class Task:
 
     # Another trainer that a trainer holds is a run of its own: `step.reach` does not enter it.
     ends_reach = True
-    # The user's argument whose batches are being read, for errors.
-    data_argument = "train_data"
 
     @property
     def model(self) -> Model:
@@ -190,13 +188,13 @@ class Task:
 
     def _unpack(self, batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
         """Returns (x, y, sample_weight), with labels as the loss takes them."""
-        x, y, sample_weight = unpack(batch, self.data_argument)
+        x, y, sample_weight = unpack(batch)
         return x, self._compared(y), sample_weight
 
     def _check_form(self, batch: Batch) -> None:
         """Raises ValueError unless a batch has the form that the default `compute_loss` takes."""
         if self._loss_fn is not None and type(self).compute_loss is Task.compute_loss:
-            unpack(batch, self.data_argument)
+            unpack(batch)
 
     def all_gather(self, x: Any) -> Any:
         """Returns the rows of the whole global batch, inside `compute_loss`.

@@ -130,7 +130,6 @@ UNTRACED = (
     "actions",
     "callbacks",
     "stop_asked",
-    "data_argument",
     "jit_compile",
     "compile_mode_open",
     "edits",
@@ -562,8 +561,6 @@ class Trainer(Task):
         """
         check_not_in_train("train_on_batch", self._running, averaged=self._averaging)
         tensors = as_global_batch(batch, whole=self._takes_whole_batches())
-        if self._online is None:
-            self.data_argument = "batch"
         loop = self._online
         # `evaluate` may have traced anew, and a loop that keeps no rows cannot return them.
         if loop and (loop.parts is not self._parts or (return_aux and not loop.parts.plan.kept)):
@@ -600,7 +597,6 @@ class Trainer(Task):
         """
         check_not_in_train("restore", self._running, averaged=self._averaging)
         tensors = as_global_batch(batch, whole=self._takes_whole_batches())
-        self.data_argument = "batch"
         self._start(tensors)
         return self.totals.attempted
 
@@ -739,7 +735,6 @@ class Trainer(Task):
         self, train_data: Any, steps: int | None, epochs: int | None, global_batch: int | None
     ) -> tuple[DataPosition | None, Batches]:
         """Returns the position in the data, if the last call ended there, and the batches."""
-        self.data_argument = "train_data"
         known = self._known_position(train_data, global_batch)
         data = known.data if known else self._batches(train_data, global_batch)
         check_length(steps, epochs, data)
@@ -900,7 +895,7 @@ class Trainer(Task):
         """
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
-        with self._reading("data"), self._with_workers():
+        with self._with_workers():
             self._start(first_batch(found), training=False)
             self._warn_if_untrained()
             settings = {"precision": precision, "averaged": averaged}
@@ -947,7 +942,6 @@ class Trainer(Task):
         model_dir = check_follower(self.model_dir, last_step, self.strategy, trained=self._begun)
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
-        self.data_argument = "data"
         self._check_form(first_batch(found))
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
@@ -955,7 +949,7 @@ class Trainer(Task):
                 self,
                 model_dir,
                 start=lambda: self._start(first_batch(found), training=False),
-                evaluation=lambda: self._evaluation(found, "data"),
+                evaluation=lambda: self._evaluation(found),
                 export=self._export_into,
             )
             described = evaluated_of(self, data)
@@ -996,7 +990,7 @@ class Trainer(Task):
             data, "data", self.strategy, global_batch, whole=self._takes_whole_batches()
         )
         check_ends(found, "data")
-        with self._reading("data"), self._with_workers():
+        with self._with_workers():
             self._start(
                 found.first,
                 lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
@@ -1006,7 +1000,6 @@ class Trainer(Task):
             settings = {"precision": precision, "averaged": averaged}
             check_same_data(self, {"": found}, "data", settings)
         with (
-            self._reading("data"),
             self._with_workers(),
             self._model_put_back(predicts=True),
             self._weights(averaged),
@@ -1064,8 +1057,7 @@ class Trainer(Task):
         if data.reader is None:  # which would be read by a second iterator
             self._check_savable(train_data, position_in(data, self.checkpoints.data_resume))
         found = self._read_eval_data(eval_data, data, 1)
-        evaluate = functools.partial(self._evaluate, found, stoppable=False, argument="eval_data")
-        self.data_argument = "train_data"
+        evaluate = functools.partial(self._evaluate, found, stoppable=False)
         self._start(data.first)
         if found:
             self.checkpoints.check_results(self._result_names(found))
@@ -1096,7 +1088,6 @@ class Trainer(Task):
         check_overfit_steps(steps)
         self._withdraw_stop()
         data = self._batches(train_data, global_batch)
-        self.data_argument = "train_data"
         self._start(data.first)
         self._try_compile_mode(data, iter(repeat_first_batch(data)))
         return overfit(self, self._parts, data, steps)
@@ -1162,7 +1153,7 @@ class Trainer(Task):
         """Returns the names of the results of an evaluation."""
         return list(result_names(found, ["loss", *self._parts.metrics.eval]))
 
-    def _evaluation(self, found: EvalData, argument: str) -> Callable[[], Results | None] | None:
+    def _evaluation(self, found: EvalData) -> Callable[[], Results | None] | None:
         """Returns a function that evaluates a run while it is trained; None without data.
 
         Raises:
@@ -1171,7 +1162,7 @@ class Trainer(Task):
         self.checkpoints.check_results(self._result_names(found) if found else None)
         if not found:
             return None
-        return functools.partial(self._evaluate, found, stoppable=True, argument=argument)
+        return functools.partial(self._evaluate, found, stoppable=True)
 
     def _evaluations(
         self, found: EvalData, eval_interval: int | None, *, at_start: bool
@@ -1179,7 +1170,7 @@ class Trainer(Task):
         """Returns a request to train, with evaluations on these data; its target is set later."""
         return TrainRequest(
             target=0,
-            evaluate=self._evaluation(found, "eval_data"),
+            evaluate=self._evaluation(found),
             trace_evaluation=functools.partial(self._trace_evaluation, found),
             eval_interval=as_python(eval_interval),
             export=self._export_into,
@@ -1215,9 +1206,8 @@ class Trainer(Task):
         found = self._read_to_evaluate(
             eval_data, "eval_data", data.global_batch, limit, like=data.first
         )
-        with self._reading("eval_data"):  # which may be evaluated hours later
-            for one in found.values():
-                self._check_form(one.first)
+        for one in found.values():  # which may be evaluated hours later
+            self._check_form(one.first)
         return found
 
     def _weights(self, averaged: bool | None) -> contextlib.AbstractContextManager[None]:
@@ -1253,7 +1243,6 @@ class Trainer(Task):
         averaged: bool | None = None,
         *,
         stoppable: bool,
-        argument: str = "data",
     ) -> Results | None:
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
 
@@ -1263,7 +1252,7 @@ class Trainer(Task):
 
         self._evaluating = True
         try:
-            with self._reading(argument), self._weights(averaged):
+            with self._weights(averaged):
                 return evaluate_each(found, evaluate)
         finally:
             self._evaluating = False
@@ -1274,9 +1263,8 @@ class Trainer(Task):
         """Traces the evaluations of a run; they use the same traces."""
         self._evaluating = True
         try:
-            with self._reading("eval_data"):
-                for one in found.values():
-                    self._parts.evaluator.trace(one.dataset, "float32")
+            for one in found.values():
+                self._parts.evaluator.trace(one.dataset, "float32")
         finally:
             self._evaluating = False
 
@@ -1288,15 +1276,6 @@ class Trainer(Task):
                 "There is no checkpoint in %s: the model has not been trained there.",
                 self.model_dir,
             )
-
-    @contextlib.contextmanager
-    def _reading(self, argument: str) -> Iterator[None]:
-        """Context manager: errors about batches name this argument of the user's."""
-        before, self.data_argument = self.data_argument, argument
-        try:
-            yield
-        finally:
-            self.data_argument = before
 
     def _start(
         self, batch: Batch, forward: Forward | None = None, *, training: bool = True

@@ -136,7 +136,6 @@ class Evaluator:
         Returns:
             The results, keyed by name; None if the evaluation was stopped.
         """
-        argument = getattr(self._task, "data_argument", "eval_data")
         for metric in self._task.metrics.values():
             metric.reset_state()
         with self._computing_in(precision):
@@ -150,11 +149,11 @@ class Evaluator:
                 return None
             found = "this worker" if left else "another worker"
             raise UnequalLengthsError(
-                f"`{argument}` must be the same on every worker; got batches left on {found}"
+                f"`data` must be the same on every worker; got batches left on {found}"
             )
         if not (weight or stopped):  # a mean of nothing would be 0, the best
             what = "an example whose weight is not 0" if self._source[1] else "data for each pass"
-            raise ValueError(f"`{argument}` must hold {what}")
+            raise ValueError(f"`data` must hold {what}")
         metrics = numbers_of(self._task.metrics)
         return {"loss": float(total / weight), **metrics}
 

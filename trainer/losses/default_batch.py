@@ -21,18 +21,13 @@ from trainer.step.types import Batch
 STEP_BELOW_ONE = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-def unpack(batch: Batch, argument: str = "train_data") -> tuple[Batch, Batch, tf.Tensor | None]:
-    """Returns (x, y, sample_weight); raises ValueError if the batch has a different form.
-
-    Args:
-        batch: a batch, or a replica's share of it.
-        argument: name of the user's argument, for errors.
-    """
+def unpack(batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
+    """Returns (x, y, sample_weight); raises ValueError if the batch has a different form."""
     if isinstance(batch, tuple) and len(batch) in (2, 3):
         return batch if len(batch) == 3 else (*batch, None)
     raise ValueError(
-        f"`{argument}` must yield (x, y) or (x, y, sample_weight), or compute_loss be overridden; "
-        f"got {described(batch)}"
+        "`compute_loss` must be overridden unless batches are (x, y) or (x, y, sample_weight); got "
+        f"{described(batch)}"
     )
 
 

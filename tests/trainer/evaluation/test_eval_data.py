@@ -115,10 +115,7 @@ def test_data_that_is_used_up_is_refused():
     assert trainer.evaluate(once) == {"loss": 1.0}  # the first batch was read to build the model
     with pytest.raises(ValueError, match="at least one batch"):
         trainer.evaluate(once)
-    with (
-        trainer._reading("data"),
-        pytest.raises(ValueError, match="`data` must hold data for each"),
-    ):
+    with pytest.raises(ValueError, match="`data` must hold data for each"):
         trainer._parts.evaluator.evaluate(once, "float32", stoppable=False)
 
 
