@@ -60,8 +60,7 @@ from trainer.log.console import RunConsole, resolve_style
 from trainer.log.history import History
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS, Totals, TrainSummary
-from trainer.log.tracker_services import make_tracker
-from trainer.log.trackers import Trackers
+from trainer.log.trackers import Trackers, make_tracker
 from trainer.losses.default_batch import all_inputs, warn_of_half_probabilities
 from trainer.losses.settings import Losses
 from trainer.replay.recorder import read_record

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from scaling.base import argument_checks
 from trainer.log.digits import format_number
 from trainer.log.summary import ENDLESS, Interval, Totals, power_of_two
 
@@ -159,11 +158,7 @@ def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:
     """
     style = {True: "normal", False: "quiet"}[verbose] if isinstance(verbose, bool) else verbose
     if style not in STYLES:
-        raise ValueError(
-            f'`verbose` must be True, False or "detailed"; got '
-            f"{argument_checks.shown(verbose)}. "
-            "This argument sets how much the run prints. Leave it at True."
-        )
+        raise ValueError(f'`verbose` must be True, False or "detailed"; got {verbose!r}')
     return style if shown else "quiet"
 
 

@@ -99,13 +99,8 @@ class Snapshot:
 
     def to_pandas(self) -> Any:
         """Returns a `pandas.DataFrame` with a row for each step that has numbers; see `arrays`."""
-        try:
-            import pandas as pd
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"`to_pandas` needs {error.name}, which is not installed. "
-                "Run pip install 'halfstep[pandas]', or use the arrays in `history`."
-            ) from error
+        import pandas as pd  # of the extra `pandas`
+
         frames = []
         for split, prefix in PREFIXES.items():
             rows = self.of(split)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 import scaling
-from scaling.base.argument_checks import shown
 from trainer.log.history import BestResult, History, Snapshot
 from trainer.step.report import StepReport
 from trainer.step.state import TrainState
@@ -154,9 +153,7 @@ def check_metric_names(names: Iterable[str]) -> None:
     for name in names:
         if name in taken or name.startswith("learning_rate/"):
             raise ValueError(
-                "`metrics` must not have the name of another number in the log; got "
-                f"{shown(name)}. One of the two numbers would be lost. Choose another name, such "
-                f"as {f'{name}_metric'!r}."
+                f"`metrics` must not be named as another number of the log; got {name!r}"
             )
 
 

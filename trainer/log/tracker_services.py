@@ -1,13 +1,13 @@
 """Trackers for MLflow, Weights & Biases and Aim. Each imports its package when it is first used."""
 
+import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from scaling.base.argument_checks import shown
 from trainer.log.history import PREFIXES
 from trainer.log.model_table import flattened
-from trainer.log.trackers import TrackedRun, Tracker, check_installed
+from trainer.log.trackers import TrackedRun
 
 MAX_PARAMETER = 500  # characters of a parameter that every MLflow server stores
 MAX_PARAMETERS = 100  # parameters in one request
@@ -30,20 +30,17 @@ class MLflowTracker:
 
     def __init__(self, experiment: str = "halfstep", *, tracking_uri: str | None = None) -> None:
         """Stores the arguments."""
-        check_text("experiment", experiment)
-        check_text("tracking_uri", tracking_uri, optional=True)
-        check_installed("MLflowTracker", "mlflow", "mlflow")
+        import mlflow
+
+        self._client: Any = mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._experiment = experiment
-        self._tracking_uri = tracking_uri
         self._run_id: str | None = None
         self._owned = True  # whether the MLflow run is this tracker's own
-        self._client: Any = None
 
     def begin(self, run: TrackedRun) -> str:
         """Begins an MLflow run, or goes on with one."""
         import mlflow
 
-        self._client = self._client or mlflow.MlflowClient(tracking_uri=self._tracking_uri)
         active = mlflow.active_run()
         self._owned = active is None
         if active is not None:
@@ -114,8 +111,7 @@ class WandbTracker:
 
     def __init__(self, project: str = "halfstep", **arguments: Any) -> None:
         """Stores the arguments."""
-        check_text("project", project)
-        check_installed("WandbTracker", "wandb", "wandb")
+        importlib.import_module("wandb")  # fails now, and not when the run begins
         self._arguments = {"project": project, **arguments}
         self._run_id: str | None = None
         self._run: Any = None
@@ -179,9 +175,7 @@ class AimTracker:
 
     def __init__(self, experiment: str = "halfstep", *, repo: str | None = None) -> None:
         """Stores the arguments."""
-        check_text("experiment", experiment)
-        check_text("repo", repo, optional=True)
-        check_installed("AimTracker", "aim", "aim")
+        importlib.import_module("aim")  # fails now, and not when the run begins
         self._experiment = experiment
         self._repo = repo
         self._run_hash: str | None = None
@@ -215,27 +209,3 @@ class AimTracker:
 def named(split: str, scalars: Mapping[str, float]) -> dict[str, float]:
     """Returns numbers with the names of a history."""
     return {f"{PREFIXES.get(split, f'{split}_')}{name}": value for name, value in scalars.items()}
-
-
-def check_text(name: str, value: object, *, optional: bool = False) -> None:
-    """Raises TypeError, naming the argument, unless `value` is a string, or None if it may be."""
-    if not (isinstance(value, str) and value) and not (optional and value is None):
-        rule = "a string or None" if optional else "a string"
-        raise TypeError(
-            f"`{name}` must be {rule}; got {shown(value)}. The tracker's package gets this value. "
-            "Pass "
-            '"digits", for example.'
-        )
-
-
-def make_tracker(tracker: str | Tracker) -> Tracker:
-    """Returns the tracker with a name, with its defaults; a tracker is returned as it is.
-
-    Raises:
-        ModuleNotFoundError: if its package is not installed.
-    """
-    if not isinstance(tracker, str):
-        return tracker
-    kinds: dict[str, Callable[[], Tracker]]
-    kinds = {"mlflow": MLflowTracker, "wandb": WandbTracker, "aim": AimTracker}
-    return kinds[tracker]()

@@ -6,8 +6,7 @@ if one fails in the middle, the run warns and goes on, and its own files are com
 """
 
 import contextlib
-import difflib
-import importlib.util
+import importlib
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from absl import logging
 
-from scaling.base.argument_checks import shown
 from trainer.base.atomic_files import write_atomically
 
 FILE = "trackers.json"  # in `model_dir`: each tracker's id of the run
-SERVICES = ("mlflow", "wandb", "aim")  # names of the trackers in `tracker_services.py`
+# Classes in `tracker_services.py`, by name.
+SERVICES = {"mlflow": "MLflowTracker", "wandb": "WandbTracker", "aim": "AimTracker"}
 
 
 class TrackedRun(NamedTuple):
@@ -142,11 +141,7 @@ class Trackers:
             yield
         except Exception as error:  # noqa: BLE001  # the run is worth more than its tracker
             if name not in self._failing:
-                logging.warning(
-                    "%s could not %s: %s: %s. The run goes on, and its own files are complete. "
-                    "Further numbers are tried again, without another warning.",
-                    *(name, what, type(error).__name__, error),
-                )
+                logging.warning("%s could not %s, and the run goes on: %r", name, what, error)
             self._failing.add(name)
         else:
             self._failing.discard(name)
@@ -161,33 +156,19 @@ def name_of(tracker: Tracker, trackers: Sequence[Tracker]) -> str:
 
 def check_trackers(name: str, trackers: object) -> None:
     """Raises TypeError or ValueError unless `trackers` is a list of trackers or their names."""
-    found = trackers if isinstance(trackers, (list, tuple)) else [trackers]
-    for tracker in found:
-        if isinstance(tracker, str) and found is trackers:
-            if tracker not in SERVICES:
-                near = difflib.get_close_matches(tracker, SERVICES, n=1)
-                remedy = f"The nearest is {near[0]!r}." if near else "Leave it out."
-                raise ValueError(
-                    f"`{name}` must name {', '.join(map(repr, SERVICES))} or hold objects with the "
-                    f"methods of trainer.Tracker; got {shown(tracker)}. No other tracker has a "
-                    f"name. {remedy}"
-                )
-        elif found is not trackers or isinstance(tracker, type) or not isinstance(tracker, Tracker):
-            raise TypeError(
-                f"`{name}` must be a list of trackers or their names; got {shown(tracker)}. A "
-                "tracker "
-                'has the methods begin, write_scalars and end. Write trackers=["mlflow"], say.'
-            )
+    known = f"names ({', '.join(SERVICES)}) or objects with the methods of trainer.Tracker"
+    if not isinstance(trackers, (list, tuple)):
+        raise TypeError(f"`{name}` must be a list of {known}; got {trackers!r}")
+    for tracker in trackers:
+        named = isinstance(tracker, str) and tracker in SERVICES
+        if isinstance(tracker, type) or not (named or isinstance(tracker, Tracker)):
+            raise ValueError(f"`{name}` must be a list of {known}; got {tracker!r}")
 
 
-def check_installed(tracker: str, package: str, extra: str) -> None:
-    """Raises ModuleNotFoundError, naming the extra, unless a tracker's package is installed."""
-    try:
-        found = importlib.util.find_spec(package) is not None
-    except ValueError:  # a module without a specification, as a test may put in its place
-        found = False
-    if not found:
-        raise ModuleNotFoundError(
-            f"{tracker} needs {package}, which is not installed. "
-            f"Run pip install 'halfstep[{extra}]'."
-        )
+def make_tracker(tracker: str | Tracker) -> Tracker:
+    """Returns the tracker with a name, with its defaults; a tracker is returned as it is."""
+    if not isinstance(tracker, str):
+        return tracker
+    services = importlib.import_module("trainer.log.tracker_services")
+    made: Tracker = getattr(services, SERVICES[tracker])()
+    return made

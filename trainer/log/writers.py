@@ -25,8 +25,6 @@ from trainer.base.atomic_files import write_atomically
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 SPLITS = "train", "validation"  # each has a CSV file and a folder of event files
 SUMS = "train", "gradients", "underflow", "float8"  # lines about all steps since the one before
-OUR_HEADER = re.compile(r"step(,[^\ufffd\0]*)?\n")
-OUR_ROW = re.compile(r"\d+,[^\ufffd\0]*\n", re.ASCII)
 LOG_FILES = "metrics.jsonl", *(f"{split}.csv" for split in SPLITS)
 # Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
 # `tf.summary.text` add the same metadata, but they need the tensorboard package.
@@ -121,9 +119,8 @@ class RunWriters:
     def rewind(self, step: int, begun: int | None = None) -> list[dict[str, Any]]:
         """Removes the lines of steps after `step`, because the resumed run writes them again.
 
-        Otherwise those lines would appear twice. An incomplete last line is removed too. Lines that
-        this class cannot have written are moved to a file `damaged-...` beside the log, and a
-        warning says so. No other file in the folder is touched.
+        Otherwise those lines would appear twice. An incomplete last line is removed too. Damaged
+        lines are moved to `damaged-metrics.jsonl`, and a warning says so.
 
         Args:
             step: the last step whose lines stay.
@@ -138,7 +135,11 @@ class RunWriters:
         begun = step + 1 if begun is None else begun
         path = self._folder / "metrics.jsonl"
         lines, kept = read_lines(path, step, begun)
-        set_lines_aside(path, [line for line in lines if is_damaged(line)])
+        damaged = [line for line in lines if line.endswith("\n") and fields_of(line) is None]
+        if damaged:
+            with path.with_name("damaged-metrics.jsonl").open("a") as file:
+                file.writelines(damaged)
+            logging.warning("%d damaged lines of %s are in %s now", len(damaged), path, file.name)
         write_if_changed(path, lines, kept)
         self.rewind_tables(step, begun)
         return [json.loads(line) for line in kept]
@@ -168,7 +169,8 @@ def read_lines(path: pathlib.Path, step: int, begun: int) -> tuple[list[str], li
     An incomplete last line, as after a crash, does not stay.
     """
     lines = lines_of(path)
-    return lines, [line for line in lines if line.endswith("\n") and is_kept(line, step, begun)]
+    known = [(line, fields_of(line)) for line in lines if line.endswith("\n")]
+    return lines, [line for line, fields in known if fields and stays(fields, step, begun)]
 
 
 def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) -> None:
@@ -177,72 +179,31 @@ def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) ->
         write_atomically(path, "".join(after))
 
 
-def is_kept(line: str, last_step: int, begun: int) -> bool:
-    """As `stays`, for the text of a line; False if it is none of ours."""
-    fields = fields_of(line)
-    return fields is not None and stays(fields, last_step, begun)
-
-
-def is_damaged(line: str) -> bool:
-    """Returns whether a whole line of `metrics.jsonl` is none of ours."""
-    return line.endswith("\n") and fields_of(line) is None
-
-
 def fields_of(line: str) -> dict[str, Any] | None:
-    """Returns the fields of a line of `metrics.jsonl`; None if this class cannot have written it.
+    """Returns the fields of a line of `metrics.jsonl`; None if it is damaged.
 
     Example:
         >>> fields_of('{"step": 2, "split": "train"}'), fields_of('{"step": 2, "spl')
         ({'step': 2, 'split': 'train'}, None)
     """
     try:
-        fields = json.loads(line)
-        is_ours = type(fields["step"]) is int and isinstance(fields["split"], str)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        fields: dict[str, Any] = json.loads(line)
+        is_ours = isinstance(fields["step"], int) and isinstance(fields["split"], str)
+    except (ValueError, KeyError, TypeError):
         return None
-    return fields if is_ours and "\ufffd" not in line and has_numbers(fields) else None
-
-
-def has_numbers(fields: Mapping[str, Any]) -> bool:
-    """Returns whether a line has numbers where a run that goes on needs some."""
-    split = fields["split"]
-    if split in SPLITS:
-        values = [value for name, value in fields.items() if name != "split"]
-        return all(value is None or type(value) in (int, float) for value in values)
-    if split == "recovery":
-        return type(fields.get("restored")) is int
-    return split != "scale" or type(fields.get("loss_scale")) in (int, float)
-
-
-def set_lines_aside(path: pathlib.Path, lines: list[str]) -> None:
-    """Appends damaged lines of a file to another beside it, and warns."""
-    if lines:
-        aside = path.with_name(f"damaged-{path.name}")
-        with aside.open("a") as file:
-            file.writelines(lines)
-        logging.warning(
-            "%s has %d lines that were not written by this run's log. They are now in %s.",
-            path,
-            len(lines),
-            aside.name,
-        )
+    return fields if is_ours and "\ufffd" not in line else None
 
 
 def rewind_table(path: pathlib.Path, last_step: int) -> None:
-    """Removes the rows of steps after `last_step` from a CSV file, and sets damaged ones aside."""
+    """Removes the rows of steps after `last_step`, and incomplete ones, from a CSV file."""
     lines = lines_of(path)
-    header, rows = lines[:1], lines[1:]
-    if lines and not OUR_HEADER.fullmatch(lines[0]):  # then no row can be read
-        set_lines_aside(path, lines)
-        header, rows = [], []
-    whole = [row for row in rows if row.endswith("\n")]
-    set_lines_aside(path, [row for row in whole if not OUR_ROW.fullmatch(row)])
-    ours = [row for row in whole if OUR_ROW.fullmatch(row)]
-    kept = [row for row in ours if int(row.partition(",")[0]) <= last_step]
-    if lines and not header:
-        path.unlink()
-    else:
-        write_if_changed(path, lines, [*header, *kept])
+    steps = [line.partition(",")[0] for line in lines]
+    kept = [
+        line
+        for line, step in zip(lines[1:], steps[1:], strict=True)
+        if line.endswith("\n") and step.isdecimal() and int(step) <= last_step
+    ]
+    write_if_changed(path, lines, [*lines[:1], *kept])
 
 
 def stays(line: Mapping[str, Any], last_step: int, begun: int) -> bool:

@@ -16,24 +16,13 @@ import tensorflow as tf
 from absl import app, flags
 
 import strategies
-from scaling.base.argument_checks import shown
 from trainer.replay.recorder import read_record
 
 
 def load(name: str) -> Callable[..., Any]:
-    """Imports "module:attribute" and returns the attribute.
-
-    Raises:
-        ValueError: if the name does not have this form, or there is no such attribute.
-    """
+    """Imports "module:attribute" and returns the attribute."""
     module, _, attribute = name.partition(":")
-    try:
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"`--trainer` must be module:Class; got {shown(name)}: {error}. The class is imported "
-            "and called with the settings in the record. Pass --trainer=digits:Digits, for example."
-        ) from error
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return loaded
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from scaling.base.argument_checks import LONGEST
 from trainer.base.atomic_files import begin_folder, clean_up_folders, publish_folder, remove_folder
 from trainer.data.batches import Spec
 from trainer.step.report import StepReport
@@ -157,9 +156,7 @@ def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, 
             return record, dataset, dict(state)
     except (OSError, TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise ValueError(
-            f"`overflow` must be a folder that the flight recorder wrote; got "
-            f"{str(path)[:LONGEST]}, which cannot be read: {str(error)[:LONGEST]}. A replay needs "
-            "the batch and the variables of the step. Use one of model_dir/overflows/step-*."
+            f"`overflow` must be one of model_dir/overflows/step-*; got {str(path)!r}: {error}"
         ) from error
 
 
@@ -186,9 +183,8 @@ def write_state(
     if shapes != found:
         name, shape = min({*shapes.items()} ^ {*found.items()})
         raise ValueError(
-            "`overflow` must be a record of the same model on the same number of replicas; got a "
-            f"record that differs in variable copy {name!r}, shape {shape}. The step can only "
-            "be replayed in the model that took it. Use the trainer of that run."
+            "`overflow` must be a record of the same model on as many replicas; got another "
+            f"variable {name!r}, shape {shape}"
         )
     for name, copy in copies.items():
         value = state[name]  # NumPy's files do not know bfloat16 and float8, and keep the bytes

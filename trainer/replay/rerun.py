@@ -186,11 +186,7 @@ def check_setting(recorded: Setting, ours: Setting) -> None:
         if name not in ("strategy", "loss_scale", "computation") and ours.get(name) != value:
             argument = "loss_scale" if name == "rule" else name
             here = shown(ours.get(name))
-            raise ValueError(
-                f"`{argument}` must be the same as in the recorded run; got {here}, "
-                f"and the record has {value!r}. With another setting the step may end differently. "
-                "Create the trainer with the settings of that run."
-            )
+            raise ValueError(f"`{argument}` must be {value!r}, as in the recorded run; got {here}")
 
 
 def check_computation(recorded: Setting, ours: Fingerprint) -> None:

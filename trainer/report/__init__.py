@@ -5,6 +5,6 @@
 writes RUN/report/report.html, a self-contained file, and its pictures as separate PNG files.
 """
 
-from trainer.report.writing import write_report
+from trainer.report.page import write_report
 
 __all__ = ["write_report"]

@@ -8,8 +8,8 @@ import sys
 
 from absl import app, flags
 
-from trainer.report.reading import clean
-from trainer.report.writing import write_report
+from trainer.report.comparison import compare_runs
+from trainer.report.page import write_report
 
 OUTPUT = flags.DEFINE_string(
     "output", None, "Folder to write to; default: RUN/report, or with several runs their parent."
@@ -23,13 +23,11 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("pass the --model_dir of one or more runs: trainer.report RUN ...")
     try:
         if len(runs) == 1:
-            print(f"report in {clean(write_report(runs[0], OUTPUT.value))}")
+            print(f"report in {write_report(runs[0], OUTPUT.value)}")
         else:
-            from trainer.report.comparison import compare_runs  # needs the extra `report`
-
             output = OUTPUT.value or pathlib.Path(runs[0]).resolve().parent
-            print(f"comparison in {clean(compare_runs(runs, output))}")
-    except (TypeError, ValueError, OSError, ModuleNotFoundError) as error:
+            print(f"comparison in {compare_runs(runs, output)}")
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
 
 

@@ -28,7 +28,7 @@ from trainer.report.canvas import (
 )
 from trainer.report.page import template
 from trainer.report.pictures import choose_scale, plot
-from trainer.report.reading import Curve, Run, clean, read_run
+from trainer.report.reading import Curve, Run, read_run
 
 # Six colors in three styles of lines: more runs begin again.
 STYLES = tuple(
@@ -64,13 +64,12 @@ def compare_runs(run_dirs: Sequence[str | pathlib.Path], output: str | pathlib.P
     found = [read_run(each) for each in run_dirs]
     names = [run.name for run in found]
     if len({*names}) < len(names):  # folders of the same name in several places
-        names = [clean(str(each)) for each in run_dirs]
+        names = [str(each) for each in run_dirs]
     runs = dict(zip(names, found, strict=True))
     text = template("comparison.html.jinja").render(
         rows=[row_of(name, run) for name, run in runs.items()],
         settings=differing_settings(runs),
         pictures=draw(runs),
-        max_rows=facts.MAX_ROWS,
     )
     page = pathlib.Path(output) / "comparison.html"
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ def by_quantity(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str
 
 def scale_of(run: Run) -> dict[str, Curve]:
     """Returns the loss scale over the steps, as a curve with corners; nothing if it is unknown."""
-    scale, _ = facts.scale_path(run)
+    scale = run.scale
     if not scale.step.size:
         return {}
     ends = np.append(scale.step[1:], max(run.last_step, scale.step[-1]))

@@ -15,8 +15,8 @@ from scaling.telemetry.record import Record
 from scaling.telemetry.simulate_rules import best_fixed_scale
 from scaling.telemetry.stats import GradientStats, flushed_share
 from trainer.log.model_table import flattened
-from trainer.log.summary import format_bytes, power_of_two
-from trainer.report.reading import Curve, Run, clean
+from trainer.log.summary import power_of_two
+from trainer.report.reading import Curve, Run
 
 # Fields of a "train" line other than the user's metrics.
 NOT_METRICS = {
@@ -33,11 +33,6 @@ NOT_METRICS = {
 LEARNING_RATE = "learning_rate"  # its fields are "learning_rate" or "learning_rate/OPTIMIZER"
 HEADROOM_BITS = 4  # the default of `scaling.recommend`
 NOT_RECORDED = "not recorded"  # shown instead of a value
-MAX_CAUSES = 12  # a legend with more does not fit
-OTHER_CAUSES = "other causes"
-MAX_LABEL = 80  # characters of a name in a picture or a tile
-MAX_OTHERS = 20  # results beside the best one
-MAX_ROWS = 2000  # of the tables of settings and variables
 
 
 def is_metric(name: str) -> bool:
@@ -57,50 +52,37 @@ class Tile(NamedTuple):
 def tiles(run: Run) -> list[Tile]:
     """Returns the values of the header."""
     applied, skipped = (last(run.train.get(name)) for name in ("applied", "skipped"))
+    attempted = applied + skipped
+    known = (
+        ""
+        if math.isnan(attempted)
+        else f"of {attempted:,.0f} attempted steps, at the last log line"
+    )
     speed = median(run.train.get("examples_per_second"))
     wait = mean(run.train.get("data_wait"))
     return [
         Tile("step reached", f"{run.last_step:,}", describe_end(run)),
-        Tile("updates applied", format_count(applied), describe_attempted(applied, skipped)),
-        Tile("steps skipped", format_count(skipped), describe_skips(run, skipped)),
+        Tile("updates applied", format_count(applied), known),
+        Tile("steps skipped", format_count(skipped), describe_skips(run)),
         scale_tile(run),
         best_tile(run),
         Tile("examples per second", format_count(speed), "median of the log lines"),
-        Tile("waiting for data", format_share(wait), "of the time, on average"),
+        Tile(
+            "waiting for data",
+            NOT_RECORDED if math.isnan(wait) else f"{wait:.1%}",
+            "of the time, on average",
+        ),
         start_tile(run),
     ]
 
 
-def describe_skips(run: Run, skipped: float) -> str:
-    """Returns the causes of the skipped steps, and the number of retries, as text.
-
-    Args:
-        run: the run.
-        skipped: the number of skipped steps up to the last log line; NaN if it is unknown.
-    """
-    causes = collections.Counter(causes_of(run))
+def describe_skips(run: Run) -> str:
+    """Returns the causes of the skipped steps, and the number of retries, as text."""
+    causes = collections.Counter(skip.cause for skip in run.skips)
     parts = [f"{count:,} {cause}" for cause, count in causes.most_common()]
-    if lines_lost(run):
-        parts.append(f"{skipped - len(run.skips):,.0f} of unknown cause")
     if repeated := sum(retry.retries for retry in run.retries):
         parts.append(f"{repeated:,} {'retry' if repeated == 1 else 'retries'}")
     return ", ".join(parts)
-
-
-def lines_lost(run: Run) -> bool:
-    """Returns whether lines about skipped steps are missing, as if the file had been shortened."""
-    return last(run.train.get("skipped")) > len(run.skips)
-
-
-def causes_of(run: Run) -> list[str]:
-    """Returns the cause of each skipped step, for counts and legends.
-
-    A step has one of six causes, and a later version may add others. If there are more than
-    `MAX_CAUSES`, all but the most frequent are `OTHER_CAUSES`. Long causes are shortened.
-    """
-    causes = [clean(skip.cause, MAX_LABEL) for skip in run.skips]
-    frequent = {cause for cause, _ in collections.Counter(causes).most_common(MAX_CAUSES)}
-    return [cause if cause in frequent else OTHER_CAUSES for cause in causes]
 
 
 def last(curve: Curve | None) -> float:
@@ -129,27 +111,10 @@ def format_count(value: float) -> str:
     return NOT_RECORDED if math.isnan(value) else f"{value:,.0f}"
 
 
-def format_share(value: float) -> str:
-    """Returns a fraction as text.
-
-    Example:
-        >>> format_share(0.031), format_share(float("nan"))
-        ('3.1%', 'not recorded')
-    """
-    return NOT_RECORDED if math.isnan(value) else f"{value:.1%}"
-
-
-def describe_attempted(applied: float, skipped: float) -> str:
-    """Returns a sentence with the number of attempted steps, or "" if it is unknown."""
-    if math.isnan(applied + skipped):
-        return ""
-    return f"of {applied + skipped:,.0f} attempted steps, at the last log line"
-
-
 def describe_end(run: Run) -> str:
     """Returns a sentence about how the last call to `train` ended, or "" if nothing is known."""
     if run.failure is not None:
-        return f"ended by {clean(run.failure.error.partition(':')[0], MAX_LABEL)}"
+        return f"ended by {run.failure.error.partition(':')[0]}"
     if run.end is None:
         return "still running, or killed: no end is recorded" if run.starts else ""
     how = "stopped on request" if run.end.stopped else "ended"
@@ -172,26 +137,13 @@ def format_duration(seconds: float) -> str:
 
 
 def scale_tile(run: Run) -> Tile:
-    """Returns the last known loss scale, and the range of its values."""
-    scale, exact = scale_path(run)
-    if not scale.step.size:
+    """Returns the last loss scale, and the range of its values."""
+    if not run.scale.step.size:
         return Tile("loss scale at the end", NOT_RECORDED)
-    return Tile(
-        "loss scale at the end", power_of_two(scale.value[-1]), describe_range(scale, exact)
-    )
-
-
-def describe_range(scale: Curve, exact: bool) -> str:
-    """Returns the range of the loss scale as text, or "" if it is unknown.
-
-    Args:
-        scale: the known loss scales.
-        exact: whether the loss scale is known at every step.
-    """
-    lowest, highest = scale.value.min(), scale.value.max()
-    if lowest == highest:
-        return "never changed" if exact else ""
-    return f"between {power_of_two(lowest)} and {power_of_two(highest)}"
+    lowest, highest = run.scale.value.min(), run.scale.value.max()
+    moved = f"between {power_of_two(lowest)} and {power_of_two(highest)}"
+    note = "never changed" if lowest == highest else moved
+    return Tile("loss scale at the end", power_of_two(run.scale.value[-1]), note)
 
 
 def best_tile(run: Run) -> Tile:
@@ -211,26 +163,23 @@ def best_tile(run: Run) -> Tile:
     index = int((np.nanargmax if direction == "highest" else np.nanargmin)(curve.value))
     step = int(curve.step[index])
     others = [
-        f"{clean(other, MAX_LABEL)} {result:.4g}"
+        f"{other} {result:.4g}"
         for other, values in results.items()
         if is_metric(other) and other != name
         for result in values.value[(values.step == step) & ~np.isnan(values.value)]
     ]
     value = f"{curve.value[index]:.4g}"
-    notes = [f"at step {step:,}", *others[:MAX_OTHERS]]
-    label = clean(f"{direction} {split} {name}", MAX_LABEL)
-    return Tile(label, value, ", ".join(notes))
+    return Tile(f"{direction} {split} {name}", value, ", ".join([f"at step {step:,}", *others]))
 
 
 def start_tile(run: Run) -> Tile:
     """Returns when the run started, and how often it was resumed and rolled back."""
     if not run.starts:
         return Tile("started", NOT_RECORDED)
-    day, _, clock = clean(format_time(run.starts[0].time), MAX_LABEL).partition(" ")
-    notes = [f"at {clock}"] if clock else []
-    resumed = len(run.starts) - 1
-    if resumed:
-        latest = clean(format_time(run.starts[-1].time), MAX_LABEL)
+    day, _, clock = format_time(run.starts[0].time).partition(" ")
+    notes = [f"at {clock}"]
+    if resumed := len(run.starts) - 1:
+        latest = format_time(run.starts[-1].time)
         notes.append(f"resumed {format_times(resumed)}, last at {latest}")
     if run.recoveries:
         notes.append(f"rolled back {format_times(len(run.recoveries))}")
@@ -238,17 +187,13 @@ def start_tile(run: Run) -> Tile:
 
 
 def format_time(text: str) -> str:
-    """Returns a time in ISO 8601 as text in UTC, and any other text unchanged.
+    """Returns a time in ISO 8601 as text in UTC.
 
     Example:
         >>> format_time("2026-11-22T03:30:00+01:00")
         '2026-11-22 02:30 UTC'
     """
-    try:
-        time = datetime.fromisoformat(text).astimezone(UTC)
-    except (ValueError, TypeError, OverflowError):  # a day before year 1, or after 9999
-        return str(text)
-    return f"{time:%Y-%m-%d %H:%M} UTC"
+    return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def format_times(number: int) -> str:
@@ -259,28 +204,6 @@ def format_times(number: int) -> str:
         ('once', '3 times')
     """
     return "once" if number == 1 else f"{number:,} times"
-
-
-def scale_path(run: Run) -> tuple[Curve, bool]:
-    """Returns the loss scale over the steps, and whether it is known at every step.
-
-    It is known at every step if the run logged each change of the scale or recorded its gradients.
-    Runs of older versions, and of those whose file has lost lines, have only the values in their
-    log lines and skipped steps.
-    """
-    if run.scale.step.size and not lines_lost(run):
-        return run.scale, True
-    if run.record is not None:
-        scale = run.record.loss_scale.astype(np.float64)
-        changed = np.flatnonzero(np.diff(scale, prepend=np.nan) != 0)
-        return Curve(run.record.step[changed], scale[changed]), True
-    known = dict(zip(run.scale.step.tolist(), run.scale.value.tolist(), strict=True))
-    known |= {skip.step: skip.loss_scale for skip in run.skips}
-    if "loss_scale" in run.train:
-        lines = run.train["loss_scale"]
-        known |= dict(zip(lines.step.tolist(), lines.value.tolist(), strict=True))
-    steps = sorted(step for step, scale in known.items() if scale > 0)
-    return Curve(np.array(steps, np.int64), np.array([known[step] for step in steps])), False
 
 
 def headroom(record: Record) -> Curve:
@@ -346,37 +269,3 @@ def settings_rows(run: Run) -> list[tuple[str, str, str]]:
     first, latest = (flattened(run.starts[place].settings) for place in (0, -1))
     rows = [(name, str(value), str(first.get(name, value))) for name, value in latest.items()]
     return [(name, value, "" if before == value else before) for name, value, before in rows]
-
-
-class ModelRow(NamedTuple):
-    """A variable of the model, as a row of the table."""
-
-    name: str
-    shape: str
-    dtype: str
-    compute_dtype: str
-    parameters: str
-    bytes: str
-
-
-def model_rows(run: Run) -> list[ModelRow]:
-    """Returns the table of the model's variables."""
-    return [
-        ModelRow(
-            name=row["name"],
-            shape=" x ".join(str(length) for length in row["shape"]) or "scalar",
-            dtype=row["dtype"],
-            compute_dtype=row["compute_dtype"],
-            parameters=f"{row['parameters']:,}",
-            bytes=format_bytes(row["bytes"]),
-        )
-        for row in (run.starts[-1].model if run.starts else [])
-    ]
-
-
-def model_totals(run: Run) -> tuple[str, str]:
-    """Returns the number of the model's parameters and their size, both as text."""
-    rows = run.starts[-1].model if run.starts else []
-    return f"{sum(row['parameters'] for row in rows):,}", format_bytes(
-        sum(row["bytes"] for row in rows)
-    )

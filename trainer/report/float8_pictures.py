@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,10 +18,10 @@ from trainer.report.canvas import (
     WIDTH,
     Picture,
     add_title,
+    draw_shares,
     label_steps,
     to_picture,
 )
-from trainer.report.heat import draw_shares
 from trainer.report.reading import Float8Tensors, Float8Values, Run, Underflow
 
 MAX_LAYERS = 24  # rows of panels; a picture with many more would not be read
@@ -34,15 +34,6 @@ MAX_LETTERS = 24  # of a column's heading
 MAX_MARKED_POINTS = 30  # a curve with more points has no markers
 
 Grid = dict[str, dict[str, str]]  # layer -> kind of tensor -> the tensor's name
-
-
-def draw_float8(run: Run) -> dict[str, Picture | None]:
-    """Returns the pictures of float8 tensors, keyed by name; None for those without data."""
-    return {
-        "float8": draw_ranges(run),
-        "float8_saturated": draw_lost(run, "saturated", "were too large for float8"),
-        "float8_flushed": draw_lost(run, "flushed", "became 0 in float8"),
-    }
 
 
 def draw_ranges(run: Run) -> Picture | None:
@@ -164,9 +155,9 @@ def limit_of(values: Float8Values) -> float:
     return values.scale * FORMATS[values.format].largest
 
 
-def log2(value: float) -> float:
-    """Returns the logarithm of a positive number, and NaN for any other."""
-    return math.log2(value) if value > 0 else math.nan
+def log2(value: float | None) -> float:
+    """Returns the logarithm of a positive number, and NaN for 0 and None."""
+    return math.log2(value) if value else math.nan
 
 
 def style_panel(axes: Axes, run: Run, *, is_last: bool) -> None:
@@ -225,7 +216,7 @@ def draw_lost(run: Run, field: str, what: str) -> Picture | None:
         )
         for line in run.float8
     ]
-    lost = {name for line in lines for name, share in line.share.items() if share > 0}
+    lost = {name for line in lines for name, share in line.share.items() if share}
     rows = [
         Underflow(line.step, {n: s for n, s in line.share.items() if n in lost}) for line in lines
     ]
@@ -250,5 +241,4 @@ def common_folder(names: Sequence[str]) -> str:
 
 def counted(run: Run) -> bool:
     """Returns whether the run has counted what its casts lost."""
-    values: list[Mapping[str, Float8Values]] = [line.values for line in run.float8]
-    return any(not math.isnan(its.flushed) for row in values for its in row.values())
+    return any(its.flushed is not None for line in run.float8 for its in line.values.values())

@@ -1,23 +1,57 @@
-"""The HTML page: fills `report.html.jinja` with facts and pictures, all in one file."""
+"""Writes the report of a run: its pictures, and an HTML page with facts and pictures."""
 
 import base64
 import dataclasses
+import pathlib
 import re
 from collections.abc import Mapping
 
 import jinja2
 import markupsafe
 
-from trainer.log.summary import power_of_two
+from trainer.base.atomic_files import replace_file
+from trainer.log.summary import format_bytes, power_of_two
 from trainer.report import facts
-from trainer.report.canvas import Picture
+from trainer.report.canvas import MAX_ROWS, Picture
 from trainer.report.float8_pictures import counted, layers_left_out
-from trainer.report.heat import MAX_ROWS
-from trainer.report.pictures import curves_left_out
-from trainer.report.reading import Run
+from trainer.report.pictures import curves_left_out, draw_all
+from trainer.report.reading import Run, read_run
 
 MAX_SKIPS = 50  # rows of the table of skipped steps
-MAX_RECOVERIES = 20  # sentences about rollbacks
+
+
+def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None = None) -> str:
+    r"""Writes the report of a run: a page, and its pictures as separate files.
+
+    Args:
+        run_dir: the run's `model_dir`.
+        output: the folder to write to, which is created if needed; None means `run_dir/report`.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: if `run_dir` has no readable `metrics.jsonl`, or if `output` is None and
+            `run_dir/report` is a link.
+
+    Example:
+        >>> import json, tempfile
+        >>> run = pathlib.Path(tempfile.mkdtemp())
+        >>> line = {"split": "train", "step": 100, "loss": 0.5, "applied": 92, "skipped": 8}
+        >>> size = (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        >>> pathlib.Path(write_report(run)).name, (run / "report" / "loss.png").exists()
+        ('report.html', True)
+    """
+    run = read_run(run_dir)
+    folder = pathlib.Path(run_dir) / "report" if output is None else pathlib.Path(output)
+    if output is None and folder.is_symlink():  # whoever wrote the run may have chosen its target
+        raise ValueError(f"`output` must be given where {str(folder)!r} is a link")
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = draw_all(run)
+    for picture in pictures.values():
+        replace_file(folder / picture.file, picture.png)
+    replace_file(folder / "report.html", render(run, pictures).encode())
+    return str(folder / "report.html")
 
 
 def render(run: Run, pictures: Mapping[str, Picture]) -> str:
@@ -27,12 +61,8 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
         run: the run.
         pictures: the pictures of the run, keyed by name.
     """
-    parameters, bytes_ = facts.model_totals(run)
     return template("report.html.jinja").render(
-        run=dataclasses.replace(
-            run, skips=run.skips[:MAX_SKIPS], recoveries=run.recoveries[:MAX_RECOVERIES]
-        ),
-        more_recoveries=len(run.recoveries) - MAX_RECOVERIES,
+        run=dataclasses.replace(run, skips=run.skips[:MAX_SKIPS]),
         curves_left_out=curves_left_out(run),
         skipped=facts.last(run.train.get("skipped")),
         none_applied=facts.last(run.train.get("applied")) == 0,
@@ -43,14 +73,10 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
         rows_left_out=len({name for line in run.underflow for name in line.share}) - MAX_ROWS,
         float8_counted=counted(run),
         layers_left_out=layers_left_out(run),
-        exact=facts.scale_path(run)[1],
         headroom_bits=facts.HEADROOM_BITS,
         advice=facts.advise(run.record) if run.record else None,
         settings=facts.settings_rows(run),
-        model=facts.model_rows(run),
-        max_rows=facts.MAX_ROWS,
-        parameters=parameters,
-        bytes=bytes_,
+        model=run.starts[-1].model if run.starts else [],
     )
 
 
@@ -65,6 +91,7 @@ def template(name: str) -> jinja2.Template:
     )
     environment.filters["data_url"] = data_url
     environment.filters["power_of_two"] = power_of_two
+    environment.filters["format_bytes"] = format_bytes
     environment.filters["superscript"] = superscript
     return environment.get_template(name)
 

@@ -26,22 +26,14 @@ from trainer.report.canvas import (
     Picture,
     add_legend,
     add_title,
+    draw_shares,
     label_powers_of_two,
     make_panels,
     style_panels,
     to_picture,
 )
-from trainer.report.facts import (
-    HEADROOM_BITS,
-    LEARNING_RATE,
-    causes_of,
-    headroom,
-    is_metric,
-    last,
-    scale_path,
-)
-from trainer.report.float8_pictures import draw_float8
-from trainer.report.heat import draw_underflow
+from trainer.report.facts import HEADROOM_BITS, LEARNING_RATE, headroom, is_metric, last
+from trainer.report.float8_pictures import draw_lost, draw_ranges
 from trainer.report.reading import Curve, Run
 
 # Color and marker of each cause, in the order in which a step checks for them.
@@ -55,7 +47,6 @@ CAUSES = {
 }
 # Color and marker of each data set of an evaluation.
 VALIDATION = ((VERMILLION, "D"), (GREEN, "s"), (PURPLE, "^"), (ORANGE, "v"), (SKY, "X"))
-UNKNOWN_CAUSE = (GRAY, "*")  # a cause that a later version added
 MAX_PANELS = 50  # a picture with many more would have more pixels than PNG files may
 MAX_CURVES = 12  # in a panel, besides that of the training
 MAX_MARKED_POINTS = 60  # a curve with more points has no markers
@@ -69,8 +60,15 @@ def draw_all(run: Run) -> dict[str, Picture]:
         "loss": draw_curves(run),
         "loss_scale": draw_scale(run),
         "headroom": draw_headroom(run),
-        "underflow": draw_underflow(run.underflow, run.last_step),
-        **draw_float8(run),
+        "underflow": draw_shares(
+            run.underflow,
+            run.last_step,
+            "underflow",
+            "Share of each variable's gradient that underflowed in float16",
+        ),
+        "float8": draw_ranges(run),
+        "float8_saturated": draw_lost(run, "saturated", "were too large for float8"),
+        "float8_flushed": draw_lost(run, "flushed", "became 0 in float8"),
         "gradient_norm": draw_norm(run),
         "learning_rate": draw_learning_rates(run),
     }
@@ -205,21 +203,14 @@ def draw_metric(axes: Axes, run: Run, name: str, results: Sequence[str]) -> None
 
 def draw_scale(run: Run) -> Picture | None:
     """Draws the loss scale as a step function, with a mark at each skipped step."""
-    scale, exact = scale_path(run)
+    scale = run.scale
     if not scale.step.size:
         return None
     figure, [axes] = make_panels([3.1], top=0.38)
     steps = np.append(scale.step, max(run.last_step, scale.step[-1]))
     powers = np.log2(np.append(scale.value, scale.value[-1]))
-    axes.plot(
-        steps,
-        powers,
-        color=BLUE,
-        linewidth=0.6 if scale.step.size > MAX_LARGE_MARKS else 1.6,
-        drawstyle="steps-post" if exact else "default",
-        linestyle="-" if exact else ":",
-        marker="" if exact else ".",
-    )
+    width = 0.6 if scale.step.size > MAX_LARGE_MARKS else 1.6
+    axes.plot(steps, powers, color=BLUE, linewidth=width, drawstyle="steps-post")
     counts = mark_skips(axes, run)
     margin = 0.6 if np.ptp(powers) > 1 else 1.6  # fits several ticks even if the scale is constant
     axes.set_ylim(powers.min() - margin, powers.max() + margin)
@@ -253,14 +244,14 @@ def mark_skips(axes: Axes, run: Run) -> collections.Counter[str]:
     Returns:
         The number of skipped steps by cause.
     """
-    causes = causes_of(run)
-    counts = collections.Counter(causes)
+    counts = collections.Counter(skip.cause for skip in run.skips)
     if counts:
         axes.plot([], [], " ", label="skipped:")  # the first entry of the legend
     crowded = len(run.skips) > MAX_LARGE_MARKS
-    for cause in [name for name in (*CAUSES, *sorted(set(counts) - set(CAUSES))) if counts[name]]:
-        color, marker = CAUSES.get(cause, UNKNOWN_CAUSE)
-        skips = [skip for skip, its in zip(run.skips, causes, strict=True) if its == cause]
+    for cause, (color, marker) in CAUSES.items():
+        skips = [skip for skip in run.skips if skip.cause == cause]
+        if not skips:
+            continue
         axes.scatter(
             [skip.step for skip in skips],
             np.log2([skip.loss_scale for skip in skips]),

@@ -3,37 +3,21 @@
 Each line is a JSON object whose "split" names the kind of line. A line that cannot be read, such as
 the last line of a run that was killed, is ignored and counted. If two lines of the same kind
 describe the same step, the later one counts: the run was resumed from an earlier step.
-
-Nothing in the file is trusted. Numbers are checked to be in a range that can be drawn, and texts
-are shortened and cleaned here.
 """
 
 import collections
 import dataclasses
-import inspect
 import json
-import math
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from scaling.float8.cast import FORMATS
-from scaling.telemetry.record import LAST_STEP, SPLIT, Record, parse_record, read_lines
+from scaling.telemetry.record import SPLIT, Record, parse_record, read_lines
 from trainer.log.writers import stays
 
-MAX_DEPTH = 20  # of nested objects and lists in a line
-MAX_NAME = 200  # characters of a name
-MAX_TEXT = 10_000  # characters of any other text
-LARGEST = 1e200  # a larger value would overflow on its way through the pictures
-LONGEST_RUN = 1e12  # seconds
 EVENTS = "run", "recovery", "end", "failure"  # kinds of lines that a rollback does not undo
-# Characters that change how the text around them is shown, and halves of characters.
-UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
-)
 
 
 class HasStep(Protocol):
@@ -74,24 +58,13 @@ class Retry(NamedTuple):
     retries: int  # number of attempts after the first one
 
 
-class VariableFields(TypedDict):
-    """The fields of one variable of the model that the report uses."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    compute_dtype: str
-    parameters: int
-    bytes: int
-
-
 class Start(NamedTuple):
     """One start of a run's process. A resumed run has several."""
 
     step: int
     time: str  # ISO 8601
     settings: dict[str, object]
-    model: list[VariableFields]
+    model: list[dict[str, Any]]  # the fields of `trainer.log.model_table.VariableRow`
 
 
 class End(NamedTuple):
@@ -122,17 +95,17 @@ class Underflow(NamedTuple):
     """The share of each variable's gradient that underflowed in float16."""
 
     step: int  # the last of the steps over which the shares were averaged
-    share: dict[str, float]
+    share: dict[str, float | None]  # None if it was not measured
 
 
 class Float8Values(NamedTuple):
     """What was recorded of a float8 tensor for the steps up to a log line."""
 
     format: str  # one of `scaling.float8.cast.FORMATS`
-    amax: float  # the largest magnitude
+    amax: float | None  # the largest magnitude; None if it was inf
     scale: float  # what the last of the steps divided by
-    saturated: float  # share of its numbers that were too large; NaN if it was not counted
-    flushed: float  # share of its numbers that became 0; NaN if it was not counted
+    saturated: float | None  # share of its numbers that were too large; None if not counted
+    flushed: float | None  # share of its numbers that became 0; None if not counted
     saturated_steps: int  # number of steps in which its largest magnitude was too large
 
 
@@ -141,13 +114,6 @@ class Float8Tensors(NamedTuple):
 
     step: int
     values: dict[str, Float8Values]
-
-
-class ScaleChange(NamedTuple):
-    """A step whose loss scale differs from the previous step's."""
-
-    step: int
-    loss_scale: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,35 +148,25 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         ValueError: if the file does not exist or has no readable line.
     """
     path = pathlib.Path(run_dir) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(
-            f"`run_dir` must be a folder with a run's metrics.jsonl; got {str(run_dir)!r}. A run "
-            "writes that file to its --model_dir when it starts. Pass that folder."
-        )
-    lines = Lines(path)
-    if not any(lines.by_split.values()):
-        raise ValueError(
-            f"`run_dir` must be a folder whose metrics.jsonl has readable lines; got "
-            f"{str(run_dir)!r}, where 0 of {lines.unreadable} lines are readable. A run that has "
-            "just started, or was killed early, has not recorded anything yet. Wait for its first "
-            "log line, or start the run again."
-        )
-    scales = by_step(lines.read("scale", parse_scale_change))
+    lines = Lines(path) if path.is_file() else None
+    if not lines or not any(lines.by_split.values()):
+        raise ValueError(f"`run_dir` must hold a metrics.jsonl with lines; got {str(run_dir)!r}")
+    scales = {line["step"]: line["loss_scale"] for line in lines.by_split["scale"]}
     return Run(
-        name=clean(pathlib.Path(run_dir).resolve().name),
+        name=pathlib.Path(run_dir).resolve().name,
         last_step=lines.last_step,
         train=to_curves(lines.by_split["train"]),
         validation=to_curves(lines.by_split["validation"]) | read_followed(path.parent),
-        scale=to_curve({change.step: change.loss_scale for change in scales}),
-        skips=by_step(lines.read("skip", parse_skip)),
-        retries=by_step(lines.read("retry", parse_retry)),
-        underflow=by_step(lines.read("underflow", parse_underflow)),
-        float8=by_step(lines.read("float8", parse_float8)),
+        scale=to_curve(scales),
+        skips=by_step(lines.read("skip", Skip)),
+        retries=by_step(lines.read("retry", Retry)),
+        underflow=by_step(lines.read("underflow", Underflow)),
+        float8=by_step(lines.read("float8", float8_tensors, ("step", "float8"))),
         record=lines.read_record(path),
-        starts=lines.read("run", parse_start),
-        end=next(reversed(lines.read("end", parse_end)), None),
-        failure=next(reversed(lines.read("failure", parse_failure)), None),
-        recoveries=lines.read("recovery", parse_recovery),
+        starts=lines.read("run", Start),
+        end=next(reversed(lines.read("end", End)), None),
+        failure=next(reversed(lines.read("failure", Failure)), None),
+        recoveries=lines.read("recovery", Recovery),
         unreadable=lines.unreadable,
     )
 
@@ -238,9 +194,9 @@ class Lines:
     def _add(self, number: int, text: str) -> None:
         """Parses one line."""
         try:
-            line = cleaned(json.loads(text))
-            split, step = str(line.pop("split")), check_count(line["step"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            line = json.loads(text)
+            split, step = line.pop("split"), line["step"]
+        except (ValueError, KeyError, TypeError, AttributeError):
             self.unreadable += 1
             return
         self.by_split[split].append(line)
@@ -250,17 +206,12 @@ class Lines:
             for earlier in {"end", "failure"} - {split}:
                 self.by_split[earlier].clear()
         if split == "recovery":
-            self._go_back(line)
+            self._go_back(line["restored"], line.get("interval_begun", line["restored"] + 1))
         else:
             self.last_step = max(self.last_step, step)
 
-    def _go_back(self, line: dict[str, Any]) -> None:
+    def _go_back(self, restored: int, begun: int) -> None:
         """Forgets the lines about steps that a rollback has undone; see `History.read`."""
-        try:
-            restored = check_count(line["restored"])
-            begun = check_count(line.get("interval_begun", restored + 1))
-        except (ValueError, KeyError, TypeError):
-            return  # `read` counts the line
         for split, lines in self.by_split.items():
             if split not in EVENTS:
                 lines[:] = [
@@ -282,201 +233,30 @@ class Lines:
         finally:
             self.unreadable += len(damaged)
 
-    def read(self, split: str, parse: Callable[..., T]) -> list[T]:
-        """Returns the result of `parse` for each line of a split.
+    def read(self, split: str, make: Callable[..., T], names: Sequence[str] = ()) -> list[T]:
+        """Returns what `make` makes of each line of a split; a line without its fields is counted.
 
-        `parse` receives the fields of a line as keyword arguments. Fields that are not among its
-        parameters are ignored, because a later version may have added them. A line on which
-        `parse` fails is counted as unreadable.
+        Args:
+            split: the kind of line.
+            make: called with fields of the line as arguments.
+            names: the fields; by default, those of a NamedTuple. A line may have others.
         """
-        parameters = inspect.signature(parse).parameters
-        parsed = []
+        fields = names or make._fields  # type: ignore[attr-defined]
+        found = []
         for line in self.by_split[split]:
-            try:
-                parsed.append(parse(**{name: line[name] for name in parameters}))
-            except (KeyError, TypeError, ValueError, AttributeError):
+            if line.keys() >= set(fields):
+                found.append(make(**{name: line[name] for name in fields}))
+            else:
                 self.unreadable += 1
-        return parsed
+        return found
 
 
-def finite_or_nan(value: object) -> float:
-    """Returns a JSON number of at most `LARGEST` as a float, and NaN for any other value.
-
-    Example:
-        >>> finite_or_nan(3), finite_or_nan(None), finite_or_nan("3")
-        (3.0, nan, nan)
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value) if -LARGEST <= value <= LARGEST else math.nan  # false for NaN, too
-
-
-def positive_or_error(value: object) -> float:
-    """Returns a positive finite JSON number as a float, or raises ValueError."""
-    number = finite_or_nan(value)
-    if not number > 0:  # true for NaN, too
-        raise ValueError
-    return number
-
-
-def clean(text: str, longest: int = MAX_TEXT) -> str:
-    r"""Returns a text that can be shown anywhere: unprintable characters become escapes.
-
-    A text that is too long loses its middle.
-
-    Example:
-        >>> clean("a\x1b[2J"), clean("abcdefgh", 5)
-        ('a\\x1b[2J', 'ab…gh')
-    """
-    if len(text) > longest:
-        half = longest // 2
-        text = f"{text[:half]}…{text[-half:]}"
-    return UNPRINTABLE.sub(lambda found: repr(found.group())[1:-1], text)
-
-
-def cleaned(value: Any, depth: int = 0) -> Any:
-    """Returns a JSON value with all of its texts and names cleaned.
-
-    Raises:
-        ValueError: if it is nested too deeply.
-    """
-    if depth > MAX_DEPTH:
-        raise ValueError
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, list):
-        return [cleaned(item, depth + 1) for item in value]
-    if isinstance(value, dict):
-        return {clean(name, MAX_NAME): cleaned(item, depth + 1) for name, item in value.items()}
-    return value
-
-
-def check_count(value: object) -> int:
-    """Returns a step, or another whole number that is not negative, or raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LAST_STEP:
-        raise ValueError
-    return value
-
-
-def check_text(value: object) -> str:
-    """Returns a text, or raises ValueError."""
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def parse_scale_change(step: int, loss_scale: object) -> ScaleChange:
-    """Makes a `ScaleChange` from the fields of a line."""
-    return ScaleChange(step, positive_or_error(loss_scale))
-
-
-def parse_start(step: int, time: object, settings: object, model: object) -> Start:
-    """Makes a `Start` from the fields of a line."""
-    if not isinstance(settings, dict) or not isinstance(model, list):
-        raise ValueError
-    return Start(step, str(time), settings, [parse_variable(**row) for row in model])
-
-
-def parse_variable(
-    name: object,
-    shape: Iterable[object],
-    dtype: object,
-    compute_dtype: object,
-    parameters: object,
-    bytes: object,  # noqa: A002 - the field's name
-    **_later: object,
-) -> VariableFields:
-    """Makes the fields of a variable from those of a line."""
-    return {
-        "name": check_text(name),
-        "shape": [check_count(length) for length in shape],
-        "dtype": check_text(dtype),
-        "compute_dtype": check_text(compute_dtype),
-        "parameters": check_count(parameters),
-        "bytes": check_count(bytes),
-    }
-
-
-def parse_end(step: int, seconds: object, stopped: object) -> End:
-    """Makes an `End` from the fields of a line."""
-    duration = finite_or_nan(seconds)
-    if not 0 <= duration <= LONGEST_RUN or not isinstance(stopped, bool):
-        raise ValueError
-    return End(step, duration, stopped)
-
-
-def parse_failure(step: int, error: object) -> Failure:
-    """Makes a `Failure` from the fields of a line."""
-    return Failure(step, check_text(error))
-
-
-def parse_recovery(step: int, what: object, restored: object, batches_left_out: object) -> Recovery:
-    """Makes a `Recovery` from the fields of a line."""
-    return Recovery(step, check_text(what), check_count(restored), check_count(batches_left_out))
-
-
-def parse_skip(
-    step: int,
-    loss_scale: object,
-    cause: object,
-    variable: object,
-    replica: object,
-    inf_count: object,
-    nan_count: object,
-) -> Skip:
-    """Makes a `Skip` from the fields of a line."""
-    return Skip(
-        step,
-        positive_or_error(loss_scale),
-        check_text(cause),
-        None if variable is None else check_text(variable),
-        None if replica is None else check_count(replica),
-        check_count(inf_count),
-        check_count(nan_count),
-    )
-
-
-def parse_retry(step: int, retries: object) -> Retry:
-    """Makes a `Retry` from the fields of a line."""
-    return Retry(step, check_count(retries))
-
-
-def parse_underflow(step: int, share: Mapping[str, object]) -> Underflow:
-    """Makes an `Underflow` from the fields of a line."""
-    return Underflow(step, {name: share_or_nan(value) for name, value in share.items()})
-
-
-def parse_float8(step: int, float8: Mapping[str, Mapping[str, object]]) -> Float8Tensors:
+def float8_tensors(step: int, float8: Mapping[str, Mapping[str, Any]]) -> Float8Tensors:
     """Makes a `Float8Tensors` from the fields of a line."""
-    return Float8Tensors(step, {name: parse_tensor(**fields) for name, fields in float8.items()})
-
-
-def parse_tensor(
-    format: object,  # noqa: A002 - the field's name
-    amax: object,
-    scale: object,
-    saturated: object,
-    flushed: object,
-    saturated_steps: object,
-    **_later: object,
-) -> Float8Values:
-    """Makes a `Float8Values` from the fields of a tensor."""
-    if format not in FORMATS:
-        raise ValueError
-    return Float8Values(
-        check_text(format),
-        finite_or_nan(amax),
-        positive_or_error(scale),
-        share_or_nan(saturated),
-        share_or_nan(flushed),
-        check_count(saturated_steps),
+    fields = Float8Values._fields
+    return Float8Tensors(
+        step, {name: Float8Values(*(its[key] for key in fields)) for name, its in float8.items()}
     )
-
-
-def share_or_nan(value: object) -> float:
-    """Returns a number from 0 to 1 as a float, and NaN for any other value."""
-    number = finite_or_nan(value)
-    return number if 0 <= number <= 1 else math.nan
 
 
 def by_step(events: Iterable[Event]) -> list[Event]:
@@ -485,18 +265,17 @@ def by_step(events: Iterable[Event]) -> list[Event]:
     return [last[step] for step in sorted(last)]
 
 
-def to_curve(values: Mapping[int, float]) -> Curve:
-    """Returns a curve from values keyed by step."""
+def to_curve(values: Mapping[int, float | None]) -> Curve:
+    """Returns a curve from values keyed by step, in which None is NaN."""
     steps = sorted(values)
     return Curve(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
 
 
 def to_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Returns a curve for each numeric field, in the order in which the fields first appear."""
-    values: dict[str, dict[int, float]] = {}
+    """Returns a curve for each field, in the order in which the fields first appear."""
+    values: dict[str, dict[int, float | None]] = {}
     for line in lines:
         for name, value in line.items():
-            number = finite_or_nan(value)
-            if name != "step" and (value is None or not math.isnan(number)):
-                values.setdefault(name, {})[line["step"]] = number
+            if name != "step":
+                values.setdefault(name, {})[line["step"]] = value
     return {name: to_curve(points) for name, points in values.items()}

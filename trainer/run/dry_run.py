@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_count
 from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
@@ -148,9 +147,7 @@ def check_overfit_steps(steps: Any) -> None:
     check_count("steps", steps)
     if steps > MOST_OVERFIT_STEPS:
         raise ValueError(
-            f"`steps` must be at most {MOST_OVERFIT_STEPS:,} for overfit_one_batch; got {steps}. "
-            "The steps are one call of a graph, which keeps the loss of each. Pass 100, for "
-            "example, or call train with this batch as its data."
+            f"`steps` must be at most {MOST_OVERFIT_STEPS:,} for overfit_one_batch; got {steps}"
         )
 
 
@@ -180,7 +177,6 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
         replica's share of the batch.
 
     Raises:
-        TypeError: if `make` is not a function that returns a trainer.
         ValueError: if a step does not fit even with one example per microbatch.
 
     Example:
@@ -194,19 +190,9 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
         >>> find_batch_size(make, (x, x), global_batch=64)
         1
     """
-    if not callable(make):
-        raise TypeError(
-            f"`make` must be a function; got {type(make).__name__}. The function makes a trainer "
-            "for each trial. Pass for example lambda parts: Digits(num_microbatches=parts)."
-        )
     parts = 1
     while True:
         trainer = make(parts)
-        if not callable(getattr(trainer, "dry_run", None)):
-            raise TypeError(
-                f"`make` must return a Trainer; got {shown(trainer)}. Each trainer is tried with "
-                "a dry run. Return the trainer that was made."
-            )
         try:
             trainer.dry_run(data, global_batch=global_batch)
         except tf.errors.ResourceExhaustedError as error:
@@ -214,8 +200,8 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
             share = -(-found.global_batch // trainer.strategy.num_replicas_in_sync)  # the largest
             if parts >= share:
                 raise ValueError(
-                    f"TensorFlow ran out of memory with {parts} microbatches of one example each: "
-                    f"{reason_of(error.message)}. Use a smaller model, or half precision."
+                    f"out of memory with {parts} microbatches of one example each: "
+                    f"{reason_of(error.message)}"
                 ) from error
             parts = min(2 * parts, share)
         else:

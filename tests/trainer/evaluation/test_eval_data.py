@@ -11,8 +11,8 @@ from tensorflow.python.summary.summary_iterator import summary_iterator
 
 from trainer import Checkpoints
 from trainer.evaluation.eval_data import is_named
+from trainer.report import write_report
 from trainer.report.reading import read_run
-from trainer.report.writing import write_report
 
 # Keras converts its variables in a way that NumPy 2 warns about.
 pytestmark = pytest.mark.filterwarnings(

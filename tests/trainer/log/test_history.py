@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -107,13 +106,6 @@ def test_a_history_as_a_table(tmp_path):
     expected = [[3.0, math.nan, math.nan], [math.nan, math.nan, 2.0], [1.0, 0.75, 1.5]]
     np.testing.assert_array_equal(table.to_numpy(), expected)
     assert TrainSummary(0, 0, Totals(0, {}), 1.0, 0.1, None).to_pandas().empty
-
-
-def test_a_table_without_pandas_is_an_error(monkeypatch):
-    """The error names the extra."""
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ModuleNotFoundError, match="`to_pandas`"):
-        summary_of(History()).to_pandas()
 
 
 def test_the_best_on_other_data_does_not_count():

@@ -12,7 +12,7 @@ import pytest
 from helpers import Linear, slopes
 
 from trainer import AimTracker, MLflowTracker, Monitoring, WandbTracker
-from trainer.log.tracker_services import make_tracker, named
+from trainer.log.tracker_services import named
 
 ARRAYS = slopes(1.0)
 
@@ -146,15 +146,3 @@ def test_names_of_numbers_are_those_of_a_history():
     """Evaluations have a prefix."""
     assert named("train", {"loss": 1.0}) == {"loss": 1.0}
     assert named("validation", {"loss": math.inf}) == {"val_loss": math.inf}
-
-
-def test_arguments_are_checked():
-    """Names must be strings, before any package is needed."""
-    for make, name in (
-        (lambda: MLflowTracker(3), "experiment"),
-        (lambda: WandbTracker(""), "project"),
-        (lambda: AimTracker(repo=3), "repo"),
-    ):
-        with pytest.raises(TypeError, match=f"^`{name}` must be a string"):
-            make()
-    assert make_tracker(named) is named

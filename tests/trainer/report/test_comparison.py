@@ -20,7 +20,9 @@ def start(**settings):
 def test_the_page(tmp_path):
     """It has a row for each run, the settings that differ and no others, and the runs' curves."""
     result = {"split": "validation", "step": 10, "accuracy": 0.75}
-    first = write_lines(tmp_path / "a", start(seed=0, rule="x"), TRAIN | {"examples_per_second": 5})
+    scale = {"split": "scale", "step": 1, "loss_scale": 2.0}
+    speed = {"examples_per_second": 5}
+    first = write_lines(tmp_path / "a", start(seed=0, rule="x"), scale, TRAIN | speed)
     second = write_lines(tmp_path / "b", start(seed=1, rule="x"), TRAIN, result)
 
     page = compare_runs([first, second], tmp_path / "new" / "folder")

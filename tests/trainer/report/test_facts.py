@@ -55,19 +55,14 @@ def test_the_header(tmp_path):
     ]
 
 
-def test_retries_and_lost_lines_are_told(tmp_path):
-    """Retries are beside the causes of skips, and skips whose lines are missing are not hidden."""
-
-    def note(*lines):
-        run = read_run(write_lines(tmp_path, *lines))
-        [tile] = [each for each in facts.tiles(run) if each.label == "steps skipped"]
-        return tile.note
-
+def test_retries_are_told(tmp_path):
+    """Retries are beside the causes of skips."""
     retry = {"split": "retry", "step": 4, "retries": 2}
-    line = TRAIN | {"skipped": 1}
-    assert note(line, SKIP, retry, retry | {"step": 7}) == "1 backward, 4 retries"
-    assert note(line | {"skipped": 0}, retry | {"retries": 1}) == "1 retry"
-    assert note(line | {"skipped": 3}, SKIP) == "1 backward, 2 of unknown cause"
+    lines = [TRAIN, SKIP, retry, retry | {"step": 7}]
+
+    assert facts.describe_skips(read_run(write_lines(tmp_path, *lines))) == "1 backward, 4 retries"
+    run = read_run(write_lines(tmp_path, TRAIN, retry | {"retries": 1}))
+    assert facts.describe_skips(run) == "1 retry"
 
 
 def test_the_end_of_a_run_is_described(tmp_path):
@@ -101,23 +96,6 @@ def test_the_settings_of_the_run_define_the_best_result(tmp_path):
     assert facts.best_tile(run) == ("lowest training loss", "0.5", "at step 10")
     run = read_run(write_lines(tmp_path, SKIP))
     assert facts.best_tile(run) == ("best loss", "not recorded", "")
-
-
-def test_the_loss_scale_comes_from_the_best_source(tmp_path):
-    """Logged changes come first, then recorded gradients, then log lines and skipped steps. Changes
-    have been lost if lines about skipped steps have.
-    """
-    scale = {"split": "scale", "step": 1, "loss_scale": 8.0}
-    for lines, steps, scales, known in (
-        ([scale, GRADIENTS, TRAIN, SKIP], [1], [8.0], True),
-        ([scale, TRAIN], [1, 10], [8.0, 2.0**15], False),
-        ([GRADIENTS, TRAIN], [1, 2], [2.0**16, 2.0**15], True),
-        ([TRAIN, SKIP], [1, 10], [2.0**16, 2.0**15], False),
-        ([{"split": "train", "step": 1, "loss": 1.0}], [], [], False),
-    ):
-        curve, exact = facts.scale_path(read_run(write_lines(tmp_path, *lines)))
-
-        assert (list(curve.step), list(curve.value), exact) == (steps, scales, known)
 
 
 def test_headroom_is_the_number_of_possible_doublings(tmp_path):
@@ -158,36 +136,17 @@ def test_settings_that_changed_show_their_first_value(tmp_path):
 
     assert facts.settings_rows(run) == [("seed", "0", "1"), ("note", "None", ""), ("new", "a", "")]
     assert facts.settings_rows(read_run(write_lines(tmp_path, TRAIN))) == []
-    lines = [start_line(a=math.nan), start_line(10, a=math.nan, b=math.nan)]
-    rows = facts.settings_rows(read_run(write_lines(tmp_path, *lines)))
-    assert rows == [("a", "nan", ""), ("b", "nan", "")]
-
-
-def test_the_table_of_the_model(tmp_path):
-    """Shapes and sizes are formatted for reading, and the totals are their sums."""
-    run = read_run(write_lines(tmp_path, start_line()))
-
-    assert facts.model_rows(run) == [
-        ("kernel", "30 x 50", "float32", "float16", "1,500", "6.0 kB"),
-        ("temperature", "scalar", "float32", "float16", "1", "4 B"),
-    ]
-    assert facts.model_totals(run) == ("1,501", "6.0 kB")
-    assert facts.model_rows(read_run(write_lines(tmp_path, TRAIN))) == []
 
 
 @pytest.mark.parametrize(
-    ("scales", "exact", "expected"),
-    [
-        ([2.0, 8.0, 4.0], True, "between 2^1 and 2^3"),
-        ([2.0, 2.0], True, "never changed"),
-        ([2.0, 2.0], False, ""),
-    ],
+    ("scales", "expected"), [([2.0, 8.0, 4.0], "between 2^1 and 2^3"), ([2.0], "never changed")]
 )
-def test_the_range_of_the_loss_scale(scales, exact, expected):
-    """A constant scale is reported as unchanged only if it is known at every step."""
-    curve = facts.Curve(*map(np.array, ([*range(len(scales))], scales)))
+def test_the_range_of_the_loss_scale(tmp_path, scales, expected):
+    """It is in the header, with the last scale."""
+    lines = [{"split": "scale", "step": n, "loss_scale": s} for n, s in enumerate(scales)]
+    tile = facts.scale_tile(read_run(write_lines(tmp_path, *lines)))
 
-    assert facts.describe_range(curve, exact) == expected
+    assert tile == ("loss scale at the end", facts.power_of_two(scales[-1]), expected)
 
 
 def test_values_that_were_not_recorded():

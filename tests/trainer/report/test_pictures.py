@@ -1,17 +1,16 @@
 """The line plots of a report."""
 
-import matplotlib.colors
 import numpy as np
 import pytest
 import written_run
 from matplotlib.figure import Figure
 from report_figures import figure_of
-from written_run import GRADIENTS, SKIP, TRAIN, write_lines
+from written_run import GRADIENTS, TRAIN, write_lines
 
 from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
 from trainer.report import facts, pictures
-from trainer.report.canvas import GRAY, MAX_RESUMED
+from trainer.report.canvas import MAX_LABEL
 from trainer.report.reading import Curve, read_run
 
 
@@ -62,15 +61,6 @@ def test_every_tick_of_the_scale_is_a_power_of_two(tmp_path, monkeypatch, scales
 
     assert len(labels) == len(set(labels)) >= 3
     assert all(tick == round(tick) for tick in axes.get_yticks())
-
-
-def test_a_cause_of_a_later_version_is_marked_too(tmp_path, monkeypatch):
-    """An unknown cause comes after the known ones, in gray."""
-    run = read_run(write_lines(tmp_path, SKIP, SKIP | {"step": 2, "cause": "cosmic"}))
-    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(run)).axes
-
-    assert [mark.get_label() for mark in axes.collections] == ["1 backward", "1 cosmic"]
-    assert axes.collections[1].get_facecolor().tolist() == [[*matplotlib.colors.to_rgb(GRAY), 1.0]]
 
 
 @pytest.mark.parametrize("draw", ["draw_curves", "draw_scale", "draw_headroom", "draw_norm"])
@@ -127,7 +117,7 @@ def test_a_run_without_data_has_no_pictures(tmp_path):
     """A picture is drawn only if its data were recorded."""
     assert pictures.draw_all(read_run(write_lines(tmp_path, '{"split": "x", "step": 1}'))) == {}
     drawn = pictures.draw_all(read_run(write_lines(tmp_path, TRAIN)))
-    assert list(drawn) == ["loss", "loss_scale", "gradient_norm"]
+    assert list(drawn) == ["loss", "gradient_norm"]
 
 
 def test_learning_rates_are_drawn_by_optimizer(tmp_path, rich, monkeypatch):
@@ -169,36 +159,28 @@ def test_values_over_a_wide_range_have_a_logarithmic_axis():
 
 @pytest.mark.slow
 def test_there_is_a_limit_to_what_is_drawn(tmp_path, monkeypatch):
-    """Of thousands of metrics, data sets, learning rates, causes and restarts the first are drawn."""
+    """Of thousands of metrics, data sets and learning rates the first are drawn."""
     numbers = range(1, 2001)
     names = {f"m{n}": 1.0 for n in numbers} | {f"learning_rate/{n}": 1.0 for n in numbers}
     validation = {"split": "validation", "step": 5} | {f"set{n}/m1": 1.0 for n in numbers}
-    skips = [SKIP | {"step": n, "cause": f"cause {n}"} for n in (*numbers, 2001, 2002)]
-    start = {"split": "run", "time": "2026", "settings": {}, "model": []}
-    starts = [start | {"step": n} for n in numbers]
-    run = read_run(write_lines(tmp_path, TRAIN | names, validation, *skips, *starts))
+    run = read_run(write_lines(tmp_path, TRAIN | names, validation))
     curves = figure_of(monkeypatch, pictures, lambda: pictures.draw_curves(run)).axes
-    [scale] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(run)).axes
     [rates] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
 
     assert len(curves) == pictures.MAX_PANELS
     assert len(curves[1].get_legend().get_texts()) == 1 + pictures.MAX_CURVES
     assert len(rates.get_legend().get_texts()) == pictures.MAX_CURVES
-    labels = [mark.get_label() for mark in scale.collections]
-    assert len(labels) == facts.MAX_CAUSES + 1
-    assert f"{2002 - facts.MAX_CAUSES:,} {facts.OTHER_CAUSES}" in labels
-    assert len(rates.get_lines()) == pictures.MAX_CURVES + MAX_RESUMED
     drawn = pictures.MAX_PANELS + pictures.MAX_CURVES
     assert pictures.curves_left_out(run) == 2001 + 2000 - drawn
 
 
 def test_names_in_a_legend_are_no_formulas(tmp_path, monkeypatch):
     """They are shown as they are, and shortened."""
-    cause = "$\\x$ \n" + "a" * 200
-    run = read_run(write_lines(tmp_path, SKIP | {"cause": cause}))
-    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(run)).axes
-    [_, text] = axes.get_legend().get_texts()
+    rates = {f"learning_rate/{name}": 0.1 for name in ("$\\x$ \n" + "a" * 200, "b")}
+    run = read_run(write_lines(tmp_path, TRAIN | rates))
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
+    text = axes.get_legend().get_texts()[0]
 
-    assert text.get_text().startswith("1 $\\x$  aaa")
-    assert len(text.get_text()) <= facts.MAX_LABEL + 1
+    assert text.get_text().startswith("$\\x$  aaa")
+    assert len(text.get_text()) == MAX_LABEL
     assert not text.get_parse_math()

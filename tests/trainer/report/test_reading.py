@@ -1,6 +1,5 @@
 """Reading a run's `metrics.jsonl`."""
 
-import functools
 import math
 
 import numpy as np
@@ -33,9 +32,8 @@ def test_everything_that_is_recorded_is_read(tmp_path):
 
 
 def test_unreadable_lines_are_ignored_and_counted(tmp_path):
-    """A line is unreadable if it is cut off, not an object, or lacks its step, scale or a field."""
-    bad = ['{"split": "tr', "3", "", '{"split": "train"}', '{"split": "train", "step": "1"}']
-    bad += [SKIP | {"loss_scale": None}, {"split": "scale", "step": 1, "loss_scale": 0.0}]
+    """A line is unreadable if it is cut off, not an object, or lacks its step or a field."""
+    bad = ['{"split": "tr', "3", "", '{"split": "train"}', {"split": "skip", "step": 1}]
     bad += [{"split": "end", "step": 1}]
     run = read_run(write_lines(tmp_path, *bad[:4], TRAIN, *bad[4:]))
 
@@ -96,30 +94,18 @@ def test_an_error_is_an_end_until_a_later_start_or_end(tmp_path):
         ([end, failure], (None, (12, "DataError: bad"))),
         ([failure, end], ((10, 1.0, False), None)),
         ([failure, start], (None, None)),
-        ([failure | {"error": 3}], (None, None)),
     ):
         run = read_run(write_lines(tmp_path, TRAIN, *lines))
         assert (run.end, run.failure) == known
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    """The error says what to pass if there is no metrics.jsonl, or none of its lines is readable."""
-    with pytest.raises(ValueError, match="run_dir") as error:
-        read_run(tmp_path)
-    assert str(error.value) == (
-        f"`run_dir` must be a folder with a run's metrics.jsonl; got {str(tmp_path)!r}. A run "
-        "writes that file to its --model_dir when it starts. Pass that folder."
-    )
-    for text, count in (("", 0), ('{"split"', 1)):
+@pytest.mark.parametrize("text", [None, "", '{"split"'])
+def test_a_folder_without_a_run_is_refused(tmp_path, text):
+    """There is no metrics.jsonl, or none of its lines is readable."""
+    if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
-        with pytest.raises(ValueError, match="run_dir") as error:
-            read_run(tmp_path)
-        assert str(error.value) == (
-            "`run_dir` must be a folder whose metrics.jsonl has readable lines; got "
-            f"{str(tmp_path)!r}, where 0 of {count} lines are readable. A run that has just "
-            "started, or was killed early, has not recorded anything yet. Wait for its first log "
-            "line, or start the run again."
-        )
+    with pytest.raises(ValueError, match="`run_dir`"):
+        read_run(tmp_path)
 
 
 def test_fields_of_later_versions_are_ignored(tmp_path):
@@ -130,84 +116,10 @@ def test_fields_of_later_versions_are_ignored(tmp_path):
     assert run.skips == [(1, 2.0**16, "backward", "a/kernel", 0, 3, 0)]
 
 
-@pytest.mark.parametrize("value", [None, True, "1", math.inf, math.nan, [1.0], 10**400, 1e300])
-def test_only_finite_numbers_are_numbers(value):
-    """Any other value becomes NaN, and a loss scale with such a value is an error."""
-    assert math.isnan(reading.finite_or_nan(value))
-    with pytest.raises(ValueError, match=r"^$"):
-        reading.positive_or_error(value)
-
-
 def test_curves_are_sorted_by_step():
-    """A curve has increasing steps, and only numeric fields become curves."""
-    curves = reading.to_curves(
-        [{"step": 2, "loss": 1, "note": "a"}, {"step": 1, "loss": None, "accuracy": 0.5}]
-    )
+    """A curve has increasing steps, and NaN where null was logged."""
+    curves = reading.to_curves([{"step": 2, "loss": 1}, {"step": 1, "loss": None, "accuracy": 0.5}])
 
     assert list(curves) == ["loss", "accuracy"]
     assert list(curves["loss"].step) == [1, 2]
     assert np.array_equal(curves["loss"].value, [math.nan, 1.0], equal_nan=True)
-
-
-START = {"split": "run", "step": 0, "time": "2026", "settings": {}, "model": []}
-VARIABLE = {"name": "a", "shape": [2], "dtype": "float32", "compute_dtype": "float16"}
-VARIABLE |= {"parameters": 2, "bytes": 8}
-END = {"split": "end", "step": 10, "seconds": 1.0, "stopped": True}
-RECOVERY = {"split": "recovery", "step": 9, "what": "x", "restored": 5, "batches_left_out": 0}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(TRAIN | {"step": step} for step in (-1, True, 1.0, 2**53 + 1, 10**400)),
-        SKIP | {"cause": 3},
-        SKIP | {"variable": ["a"]},
-        SKIP | {"replica": "0"},
-        SKIP | {"inf_count": -1},
-        SKIP | {"nan_count": None},
-        START | {"settings": []},
-        START | {"model": [3]},
-        *(START | {"model": [VARIABLE | {name: None}]} for name in VARIABLE),
-        END | {"seconds": -1.0},
-        END | {"seconds": None},
-        END | {"stopped": "no"},
-        RECOVERY | {"what": 3},
-        RECOVERY | {"restored": None},
-        {"split": "underflow", "step": 1, "share": [1]},
-        GRADIENTS | {"loss_scale": [0.0] * 3},
-        TRAIN | {"b": functools.reduce(lambda inner, _: [inner], range(30), 1)},
-        '{"split": "train", "step": 1, "a": ' + "[" * 100_000,
-    ],
-)
-def test_a_line_with_a_value_that_no_run_writes_is_unreadable(tmp_path, line):
-    """It is left out and counted, and the other lines are read."""
-    good = [TRAIN, SKIP, START | {"model": [VARIABLE]}, END, RECOVERY, GRADIENTS]
-    run = read_run(write_lines(tmp_path, *good, line))
-
-    assert run.unreadable == 1
-    assert (len(run.skips), len(run.starts), len(run.recoveries)) == (1, 1, 1)
-    assert run.starts[0].model == [VARIABLE]
-    assert run.record.step.tolist() == [1, 2, 3]
-    assert read_run(write_lines(tmp_path, *good)).unreadable == 0
-
-
-def test_texts_can_be_shown_anywhere(tmp_path):
-    """Characters that act on the text around them become escapes, in names and values. Long texts
-    lose their middle; ends of lines, emoji and other scripts stay.
-    """
-    odd = "\x1b[2J\u202e\ud800\ufeff\x00\n\t\u00e9\U0001f600"
-    line = START | {"settings": {odd: [odd, {"a" * 999: "b" * 99_999}]}}
-    [start] = read_run(write_lines(tmp_path / "\x1b", TRAIN, line)).starts
-    [(name, [value, inner])] = start.settings.items()
-
-    assert name == value == r"\x1b[2J\u202e\ud800\ufeff\x00" + "\n\t\u00e9\U0001f600"
-    assert [len(text) for text in (*inner, *inner.values())] == [201, 10_001]
-    assert read_run(tmp_path / "\x1b").name == r"\x1b"
-    assert reading.clean("abcdef", 4) == "ab…ef"
-
-
-def test_shares_are_from_0_to_1():
-    """Any other value becomes NaN."""
-    found = reading.parse_underflow(1, {"a": 0, "b": 1.0, "c": 1.1, "d": -0.1, "e": None}).share
-
-    assert [math.isnan(share) for share in found.values()] == [False, False, True, True, True]
