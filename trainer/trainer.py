@@ -44,7 +44,6 @@ from trainer.data.errors import reason_of
 from trainer.data.iterator_state import DataPosition, OnlinePosition
 from trainer.data.source_position import position_in
 from trainer.data.structures import as_arrays, as_global_batch
-from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
     EvalData,
@@ -93,7 +92,7 @@ from trainer.run.compile_mode import (
 from trainer.run.declared import check_same_data, check_same_run, evaluated_of
 from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
-from trainer.run.follow import calls_of
+from trainer.run.follow import ContinuousEvaluation, check_follower, identity_of
 from trainer.run.listeners import Results, TrainRequest
 from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
@@ -944,16 +943,14 @@ class Trainer(Task):
         self._check_form(first_batch(found))
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
-            calls = calls_of(
+            evaluation = ContinuousEvaluation(
                 self,
                 model_dir,
+                identity_of(found, steps, evaluated_of(self, data)),
                 start=lambda: self._start(first_batch(found), training=False),
                 evaluation=lambda: self._evaluation(found),
                 export=self._export_into,
             )
-            described = evaluated_of(self, data)
-            identity = identity_of(found, steps, described)
-            evaluation = ContinuousEvaluation(model_dir, identity, calls)
             results = evaluation.run(last_step, timeout_secs)
             signals.end_process()
         return results
