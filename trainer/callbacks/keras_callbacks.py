@@ -1,5 +1,6 @@
 """`KerasCallbacks`: runs callbacks of Keras with the calls and the logs that they expect."""
 
+import copy
 import csv
 import io
 from collections.abc import Sequence
@@ -266,7 +267,7 @@ class KerasCallbacks(Callback):
             now = remembered(callback)  # without what is no longer plain, such as an open file
             for name in made.keys() & now.keys():
                 if not same(now[name], made[name]):
-                    setattr(callback, name, copied(made[name]))
+                    setattr(callback, name, copy.deepcopy(made[name]))
 
     def _put_back(self, state: dict[str, Any]) -> None:
         """Sets the attributes of callbacks to what `state_dict` returned."""
@@ -341,7 +342,7 @@ def chooses_mode(callback: keras.callbacks.Callback) -> bool:
 def remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """Returns the attributes of a callback that a checkpoint can hold."""
     return {
-        name: copied(value)
+        name: copy.deepcopy(value)
         for name, value in vars(callback).items()
         if name not in NOT_REMEMBERED and is_plain(value)
     }
@@ -358,24 +359,12 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, type(None), np.number, np.bool_))
 
 
-def copied(value: Any) -> Any:
-    """Returns a copy of a plain value, which later changes of the value leave alone."""
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [copied(item) for item in value]
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
 def same(one: Any, other: Any) -> bool:
-    """Returns whether two plain values are equal. Arrays never are, and neither is NaN."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return bool(one.keys() == other.keys()) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if type(one) is not type(other) or isinstance(one, np.ndarray):
+    """Returns whether two plain values are equal. Values with an array in them never are."""
+    try:
+        return bool(one == other)
+    except ValueError:
         return False
-    return bool(one == other)
 
 
 def take_back_rows(logger: keras.callbacks.CSVLogger, epochs: int) -> None:
