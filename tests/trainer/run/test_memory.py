@@ -2,15 +2,11 @@
 
 import access
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from trainer import Trainer
 from trainer.run.memory import activation_bytes, memory_of
-
-X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
-DATA = (X, (X[:, 0] > 0).astype(np.int32))
 
 
 class Dense(Trainer):
