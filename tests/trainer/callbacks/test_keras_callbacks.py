@@ -287,11 +287,7 @@ CLASSES = {
         lambda folder: keras.callbacks.TensorBoard(folder, histogram_freq=1, update_freq=2),
         event_files,
     ),
-    "TerminateOnNaN": (
-        lambda _: keras.callbacks.TerminateOnNaN(),
-        "A step whose loss or gradient is inf or NaN is skipped, so the logs have no NaN to "
-        'terminate on. Pass Skips(on_nonfinite_loss="raise") to Trainer.',
-    ),
+    "TerminateOnNaN": (lambda _: keras.callbacks.TerminateOnNaN(), None),
 }
 
 
