@@ -106,7 +106,7 @@ def test_the_page_of_a_run_that_never_applied_a_step(tmp_path):
     page = page_of(tmp_path)
 
     assert "ended by TrainingStuckError" in page
-    assert "Ended by an error after step 3: TrainingStuckError: Training is stuck: 3 steps" in page
+    assert "Ended by an error after step 3: TrainingStuckError: 3 steps" in page
     for sentence in (
         "No step was applied, so there is no training loss.",
         "No step was applied, so no gradient is known.",
