@@ -41,12 +41,12 @@ class KerasCallbacks(Callback):
     took place at the end of that epoch. The losses are those of the trainer: without
     `model.losses`, and over applied steps.
 
-    With KerasCallbacks, log lines end where epochs end, and `log_interval` has no effect, of which
-    a warning tells. `eval_interval=None` evaluates after each epoch; a number must be a multiple of
-    an epoch's steps, or divide them. `on_train_batch_begin` and `on_train_batch_end`
-    are called once per inner loop, as with Keras's `steps_per_execution`: for each batch, pass
-    steps_per_loop=1. While `train` runs, `model.optimizer` is the trainer's optimizer, a learning
-    rate that is assigned takes effect, and `model.stop_training = True` ends the run.
+    With KerasCallbacks, log lines end where epochs end, and `log_interval` has no effect.
+    `eval_interval=None` evaluates after each epoch; a number must be a multiple of an epoch's
+    steps, or divide them. `on_train_batch_begin` and `on_train_batch_end` are called once per inner
+    loop, as with Keras's `steps_per_execution`: for each batch, pass steps_per_loop=1. While
+    `train` runs, `model.optimizer` is the trainer's optimizer, a learning rate that is assigned
+    takes effect, and `model.stop_training = True` ends the run.
 
     Checkpoints save what the callbacks remember: those of their attributes that training has
     changed and that are numbers, strings, arrays, or lists and dicts of these. A resumed run, and a
