@@ -284,7 +284,7 @@ def test_what_listens_to_the_run_goes_back_with_it(tmp_path):
         seed=1,
         verbose=False,
     )
-    trainer.on_recovery = lambda *_: setattr(trainer.callbacks[0], "mended", True)
+    trainer.on_recovery = lambda *_: setattr(trainer.callbacks[1], "mended", True)
     data = {"global_batch": 4, "eval_data": (x, 3 * x + 1), "eval_interval": 2}
     summary = trainer.train((x, 3 * x + 1), 12, **data)
 
