@@ -15,8 +15,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from trainer import Trainer
+from trainer.base.tracking import tensorflow_variable
 from trainer.step import replica
-from trainer.step.held_back import tensorflow_variable
 from trainer.step.report_bits import PackedReport
 
 REPLICA_SUFFIX = "_of_replica"  # ends the names of rewritten functions

@@ -8,7 +8,7 @@ import strategies
 from trainer.step import plan_step
 from trainer.step.held_back import read_values
 from trainer.step.microbatch import GlobalBatchSize, PassInputs
-from trainer.step.replica import given_positions
+from trainer.step.replica import positions_by_value
 
 NO_SCALE = scaling.NoLossScale()
 
@@ -85,6 +85,6 @@ def pass_inputs_of(plan, batch, weights=None, *, parts=None, scale=1.0):
         share=strategies.whole(batch, weights),
         global_batch=GlobalBatchSize(tf.reduce_sum(weights), tf.shape(weights)[0]),
         scale_state=scaling.FixedLossScale(scale).initial_state(),
-        values=read_values(plan.held_back, given_positions(plan)),
+        values=read_values(plan.held_back, positions_by_value(plan)),
         keys=tf.ones([*leading, len(plan.seeds), 2], tf.int64),
     )

@@ -420,6 +420,11 @@ def casts_variables() -> bool:
     return scope is not None and scope.dtype is not None
 
 
+def uncast_variable(variable: keras.Variable) -> tf.Variable:
+    """Returns the `tf.Variable` of a Keras variable, also in a layer that would read it cast."""
+    return variable._value
+
+
 def all_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns the model and its layers at any depth; `model.layers` has only the outermost."""
     return list(model._flatten_layers())

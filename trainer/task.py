@@ -66,9 +66,6 @@ class Task:
     form (x, y) or (x, y, sample_weight).
     """
 
-    # Another trainer that a trainer holds is a run of its own: `step.reach` does not enter it.
-    ends_reach = True
-
     @property
     def model(self) -> Model:
         """The model, which `Trainer` builds."""

@@ -337,16 +337,6 @@ def test_what_keras_would_lose_is_refused(what):
             return {"mean": keras.metrics.Mean()}
 
     trainer = Losing(verbose=False)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the end of the message is compared
+    argument = "`seed`" if what == "a number" else "`compute_loss`"
+    with pytest.raises(ValueError, match=f"{argument} must"):
         list(attempt(trainer, [slopes(1.0)]))
-
-    text = str(error.value).rstrip()
-    start = (
-        "`compute_loss` must not assign Keras variables other than those of the model and its "
-        "layers; got an assignment to '"
-    )
-    assert text[text.index(start) + len(start) :].partition("'. ")[2] == (
-        "The new value would be lost, and a random generator would repeat its numbers in every "
-        "step. For random numbers, pass a keras.random.SeedGenerator that the model or the "
-        "trainer holds as seed=. Update metrics in update_metrics()."
-    )

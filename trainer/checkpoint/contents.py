@@ -18,11 +18,11 @@ import keras
 import tensorflow as tf
 
 import scaling
+from trainer.base.tracking import tensorflow_variable, tracked, tracked_variables
 from trainer.checkpoint.worker_copies import read_worker_copies, write_worker_copies
 from trainer.fingerprint import Fingerprint
-from trainer.step.held_back import is_seed_state, leaves, tensorflow_variable
-from trainer.step.reach import reach
-from trainer.step.rollback import copies_of, variables_in_reach
+from trainer.step.held_back import is_seed_state, leaves
+from trainer.step.rollback import copies_of
 from trainer.step.types import Variable
 
 
@@ -49,7 +49,7 @@ class Contents:
         self.scale = tf.train.Checkpoint(loss_scaler=loss_scaler)
         differing = [
             variable
-            for variable in variables_in_reach(list(items.values()), held_back=())
+            for variable in tracked_variables(items.values())
             if tensorflow_variable(variable).synchronization is tf.VariableSynchronization.ON_READ
         ]
         differing += [variable for metric in metrics.values() for variable in metric.variables]
@@ -67,6 +67,10 @@ class Contents:
         if self._on_workers:
             self.differing = ["kept: of each worker", *self.differing]
         self.copies = tf.train.Checkpoint(**by_place)
+
+    def holds(self) -> list[Variable]:
+        """Returns the variables that are saved."""
+        return [*saved_variables([self.main, self.scale]), *self._differing]
 
     def write(self, folder: str) -> None:
         """Writes all variables into a folder, on any file system that TensorFlow supports."""
@@ -125,42 +129,32 @@ def others_with_variables(
     """Returns a module with all that must be saved besides the items and the metrics of a run.
 
     Its attributes are the objects among the roots that TensorFlow can track, and then each variable
-    that TensorFlow does not find (it looks neither into plain objects nor into closures), named by
-    its path. The states of seed generators in layers are left out: each step sets them.
+    that TensorFlow does not find, such as those of a Keras metric. The states of seed generators in
+    layers are left out: each step sets them.
 
     Args:
-        roots: what the trainer reaches first, keyed by name.
+        roots: the trainer's attributes, keyed by name.
         items: objects whose variables are saved already, keyed by name.
         metrics: the training metrics, which are saved separately.
-
-    Raises:
-        ValueError: if a variable is in a set, whose order is not the same in another process.
     """
-    elsewhere = keys_of(tracked_variables(list(items.values())))
+    elsewhere = keys_of(saved_variables(list(items.values())))
     elsewhere |= keys_of(v for metric in metrics.values() for v in metric.variables)
     holder = tf.Module()
     for name, value in roots.items():
         for place, leaf in enumerate(leaves(value)):
-            if keys_of(tracked_variables([leaf])) - elsewhere:
+            if keys_of(saved_variables([leaf])) - elsewhere:
                 setattr(holder, f"{name}_{place}", leaf)
-    saved = elsewhere | keys_of(tracked_variables([holder]))
-    reached = list(reach({**items, **{k: v for k, v in roots.items() if k not in items}}))
-    for _, item, _ in reached:
+    saved = elsewhere | keys_of(saved_variables([holder]))
+    every = {**items, **{name: value for name, value in roots.items() if name not in items}}
+    for item in tracked(*every.values()):
         if isinstance(item, keras.Layer):
             saved |= keys_of(variable for variable in item.variables if is_seed_state(variable))
-    for path, item, stable in reached:
-        if isinstance(item, (tf.Variable, keras.Variable)) and not keys_of([item]) & saved:
-            check_path(path, item, stable=stable)
-            setattr(holder, path, item)
-            saved |= keys_of([item])
+    for name, root in every.items():
+        for place, variable in enumerate(tracked_variables([root])):
+            if not keys_of([variable]) & saved:
+                setattr(holder, f"{name}.{place}", variable)
+                saved |= keys_of([variable])
     return holder
-
-
-def check_path(path: str, variable: Variable, *, stable: bool) -> None:
-    """Raises ValueError unless a checkpoint can name a variable by the path to it."""
-    if not stable:
-        name = getattr(variable, "path", variable.name)
-        raise ValueError(f"`{path}` must be a list or a dict, not a set, to save {name!r}")
 
 
 def keys_of(variables: Iterable[Variable]) -> set[int]:
@@ -168,7 +162,7 @@ def keys_of(variables: Iterable[Variable]) -> set[int]:
     return {id(tensorflow_variable(variable)) for variable in variables}
 
 
-def tracked_variables(roots: Sequence[Any]) -> list[Variable]:
+def saved_variables(roots: Sequence[Any]) -> list[Variable]:
     """Returns the variables that TensorFlow finds in objects when it saves these."""
     holder = tf.Module()
     for place, root in enumerate(roots):

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from trainer.step.held_back import name_of_variable
+from trainer.base.tracking import name_of_variable
 from trainer.step.types import Variable
 
 

@@ -63,6 +63,7 @@ class CheckpointSaver:
         self._model_dir = model_dir
         self._max_to_keep = max_to_keep
         self._contents = contents
+        self.variables = contents.holds()
         self._variables = {owner: describe(owned) for owner, owned in variables.items()}
         self._rule = rule
         self._strategy = strategy

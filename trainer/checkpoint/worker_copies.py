@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
-from trainer.step.held_back import tensorflow_variable
+from trainer.base.tracking import tensorflow_variable
 from trainer.step.rollback import copies_of
 from trainer.step.types import Variable
 

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 import strategies
 from trainer.base.autograph import call_user, without_autograph
+from trainer.base.tracking import tracked_variables
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.no_writes import (
     keys_of,
     next_source,
     place_for_call,
-    plain_variables,
     without_writes,
 )
 from trainer.evaluation.prediction import joined, predict_batch
@@ -96,7 +96,8 @@ class Evaluator:
         self._source = tf.Variable([0, 0], trainable=False, dtype=tf.int64, name="draws")
         self._is_keras = isinstance(task.model, keras.Layer)
         self._generators = generators
-        self._assignable = plain_variables(task.model, [*plan.held_back, *plan.seeds])
+        found = tracked_variables([task.model], but=[*plan.held_back, *plan.seeds])
+        self._assignable = [variable for variable in found if isinstance(variable, tf.Variable)]
         self._assignable += [generator.state for generator in generators]
 
         self._precision = PRECISIONS[0]  # precision of the evaluation that is running

@@ -4,8 +4,7 @@ Without this, an evaluation would advance the generators that training draws fro
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -14,21 +13,7 @@ from trainer.step.held_back import HoldBack
 from trainer.step.ids import ids_unrounded
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
-from trainer.step.reach import reach
-from trainer.step.rollback import variables_in_reach
-from trainer.step.types import Variable
-from trainer.step.user_functions import functions_of_one_precision
-
-
-def plain_variables(model: Any, held_back: Sequence[Variable]) -> list[tf.Variable]:
-    """Returns the variables of a model that no scope of Keras holds back."""
-    found = variables_in_reach([model], held_back)
-    return [variable for variable in found if isinstance(variable, tf.Variable)]
-
-
-def generators_in(roots: Mapping[str, Any]) -> list[tf.random.Generator]:
-    """Returns the random generators of TensorFlow that some objects reach."""
-    return [item for _, item, _ in reach(roots) if isinstance(item, tf.random.Generator)]
+from trainer.step.trace import functions_of_one_precision
 
 
 def place_for_call(
@@ -85,5 +70,6 @@ def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
         if isinstance(plan.model, keras.Layer):
             stack.enter_context(functions_of_one_precision(plan.model))
             stack.enter_context(ids_unrounded(plan.model))
-        stack.enter_context(HoldBack([*plan.held_back, *plan.seeds], given))
+        held = [*plan.held_back, *plan.seeds]
+        stack.enter_context(HoldBack(held, given, dropped=None))
         yield

@@ -14,10 +14,11 @@ import tensorflow as tf
 
 from scaling.ops.gradients import at_least_float32
 from trainer.base.autograph import call_user
+from trainer.base.tracking import tracked_variables
 from trainer.base.warn_once import warn_once
 from trainer.keras_compat import arguments_of_loss, keras_mask
 from trainer.losses.shapes import keras_loss, name_of
-from trainer.step.rollback import read_copies, variables_in_reach, write_copies
+from trainer.step.rollback import read_copies, write_copies
 
 LossFunction: TypeAlias = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
 
@@ -316,7 +317,7 @@ def check_examples_apart(loss_fn: LossFunction, y: tf.Tensor, predictions: tf.Te
     `y - predictions` of shapes (examples,) and (examples, 1) is a table of all pairs. Tries the
     loss on two examples, together and one at a time. Its errors are left to the real call.
     """
-    counted, strategy = variables_in_reach([loss_fn], ()), tf.distribute.get_strategy()
+    counted, strategy = tracked_variables([loss_fn]), tf.distribute.get_strategy()
     with tf.init_scope():
         before = read_copies(counted, strategy)
         try:

@@ -21,7 +21,7 @@ from trainer.step.attempt import attempt_step
 from trainer.step.microbatch import PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
-from trainer.step.replica import given_positions, pass_inputs
+from trainer.step.replica import pass_inputs, positions_by_value
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
@@ -100,7 +100,8 @@ def rerun_step(
 
 def recorded_variables(plan: StepPlan) -> list[Variable]:
     """Returns the variables that the loss reads, in the order in which a record keeps them."""
-    return [*plan.held_back, *plan.undo]
+    every = [*plan.held_back, *plan.declared, *plan.updated]
+    return list({id(variable): variable for variable in every}.values())
 
 
 def first_nonfinite_place(
@@ -124,7 +125,7 @@ def first_nonfinite_place(
         source = key_source(random, number, len(plan.turns))
         values = {
             position: copies_of(plan.held_back[int(position)], plan.strategy)[replica].read_value()
-            for position in given_positions(plan)
+            for position in positions_by_value(plan)
         }
         shared = pass_inputs(inputs._replace(random=source), share, values, replica, plan)
         probed = ProbedPass(group, plan, dataset.element_spec, in_float32=record.in_float32)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import keras
 from absl import logging
 
+from trainer.base.tracking import name_of_variable
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
 from trainer.fingerprint import Fingerprint, diff, fingerprint, replaced, select
@@ -39,7 +40,7 @@ from trainer.run.slots import (
 )
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
-from trainer.step.held_back import frozen_or_unfrozen, name_of_variable
+from trainer.step.held_back import frozen_or_unfrozen
 from trainer.step.objective import optimizers_in
 from trainer.step.types import Batch, Variable
 

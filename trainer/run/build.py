@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -16,12 +17,12 @@ from scaling.base.argument_checks import shown
 from scaling.rules.named import format_rule
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
+from trainer.base.tracking import tracked, tracked_variables
 from trainer.checkpoint import CheckpointSaver
 from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.evaluation.evaluator import Evaluator
-from trainer.evaluation.no_writes import generators_in
 from trainer.fingerprint import (
     Fingerprint,
     comparable,
@@ -51,7 +52,6 @@ from trainer.run.parts import (
     Slots,
 )
 from trainer.run.resolve import dtype_policy
-from trainer.run.roots import roots_of
 from trainer.run.slots import (
     make_slots,
     missed_by_trained,
@@ -66,9 +66,9 @@ from trainer.step.gather_checks import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
 from trainer.step.losses import split_result
 from trainer.step.objective import single_optimizers
-from trainer.step.one_attempt import of_one_attempt
 from trainer.step.randomness import seed_states
-from trainer.step.rollback import read_copies, variables_in_reach, write_copies
+from trainer.step.rollback import copies_of, read_copies, write_copies
+from trainer.step.trace import require_single_attempt, written_variables
 from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, warn_of_plain_step
 
@@ -77,6 +77,24 @@ if TYPE_CHECKING:
 
 # A function of (batch, training) that calls the model, which then creates its variables.
 Forward = Callable[..., Any]
+
+
+# Attributes of a trainer that hold what has another name in a checkpoint, is used only to build it,
+# or belongs to its last call: a checkpoint must not depend on which calls were before.
+OWN = frozenset(
+    [
+        "_failed",
+        "_given_metrics",
+        "_given_model",
+        "_given_optimizer",
+        "_loop",
+        "_online",
+        "_parts",
+        "_position",
+        "_setup",
+        "_trained_on",
+    ]
+)
 
 
 class PartsOfPlan(TypedDict):
@@ -158,6 +176,15 @@ def warn_of_another_model(checkpoints: CheckpointSaver, declared: Fingerprint) -
             logging.warning("%s was %s in %s and is %s now", place, was, checkpoints.latest, now)
 
 
+def attributes_of(trainer: "Trainer") -> dict[str, Any]:
+    """Returns the attributes of a trainer and of its class that may hold variables of the run."""
+    found = {name: value for name, value in vars(trainer).items() if name not in OWN}
+    for cls in type(trainer).__mro__:
+        for name, value in vars(cls).items():
+            found.setdefault(f"{cls.__name__}.{name}", value)
+    return found
+
+
 def give_saved_slots(trainer: "Trainer", checkpoints: CheckpointSaver) -> bool:
     """Gives the optimizers slots for all variables for which the newest checkpoint has some.
 
@@ -217,11 +244,12 @@ def parts_of_plan(
     metrics: Metrics,
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
-    step: Callable[[Any], StepReport] = of_one_attempt(trainer.train_step)
+    step: Callable[[Any], StepReport] = require_single_attempt(trainer.train_step)
     if trainer.monitoring.check_data:
         step = checked(step, trainer.example_weights, trainer.label_ranges)
     loop, pending = make_loop(trainer, step, plan, state, stop)
-    generators = generators_in({"model": trainer.model} | roots_of(trainer))
+    roots = [trainer.model, *attributes_of(trainer).values()]
+    generators = [one for one in tracked(*roots) if isinstance(one, tf.random.Generator)]
     return {
         "plan": plan,
         "run_steps": loop,
@@ -312,8 +340,7 @@ def call_without_effect(call: Callable[[Batch], object], batch: Batch, trainer: 
             that looks at groups of examples needs all.
         trainer: the trainer that reaches the variables.
     """
-    roots = [trainer.model, *roots_of(trainer).values()]
-    found = variables_in_reach(roots, held_back=())
+    found = tracked_variables([trainer.model, *attributes_of(trainer).values()])
     plain = [variable for variable in found if isinstance(variable, tf.Variable)]
     before = read_copies(plain, trainer.strategy)
     try:
@@ -352,7 +379,7 @@ def make_checkpoints(
         # TensorFlow does not find the inner optimizers of a `MultiOptimizer` by itself.
         inner = [one for one in single_optimizers(optimizer) if one is not optimizer]
         items |= {f"{name}.{place}": one for place, one in enumerate(inner)}
-    others = others_with_variables(roots_of(trainer), known | items, metrics)
+    others = others_with_variables(attributes_of(trainer), known | items, metrics)
     contents = Contents(items | {"trainer": others}, state.loss_scaler, metrics, trainer.strategy)
     variables = {"model": weights_of(model)}
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
@@ -365,6 +392,40 @@ def make_checkpoints(
         trainer.strategy,
         asynchronous=trainer.checkpoints.background,
     )
+
+
+# Traced steps whose variables are known to be saved.
+SAVED: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
+
+
+def check_all_saved(
+    traced: tf.types.experimental.ConcreteFunction, trainer: "Trainer", parts: Parts
+) -> None:
+    """Raises ValueError if a traced step writes a variable that the run's checkpoints do not hold.
+
+    Args:
+        traced: the function that takes steps.
+        trainer: the trainer.
+        parts: its parts.
+    """
+    in_replica = strategies.capabilities(trainer.strategy).decides_in_replica
+    if checkpoint_folder(trainer) is None or in_replica or traced.graph in SAVED:
+        return
+    # Each step sets the states of seed generators; reports and rows are of a single loop.
+    transient = tracked_variables([*parts.plan.seeds, *vars(parts.pending).values()])
+    if parts.plan.kept:
+        transient += parts.plan.kept.variables
+    held = [*parts.checkpoints.variables, *transient]
+    copies = [copy for variable in held for copy in copies_of(variable, trainer.strategy)]
+    known = {id(copy.handle) for copy in copies}
+    for variable in written_variables(traced, trainer.strategy)[0]:
+        if any(id(copy.handle) not in known for copy in copies_of(variable, trainer.strategy)):
+            name = getattr(variable, "name", "a variable without a name")
+            raise ValueError(
+                f"`model_dir` must hold every variable that a step writes; got {name!r}, which is "
+                "no attribute of the model or trainer, and not in checkpoint_items()"
+            )
+    SAVED.add(traced.graph)
 
 
 def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
@@ -461,7 +522,7 @@ def make_plan(trainer: "Trainer", slots: Slots | None = None) -> StepPlan:
         skips=trainer.skips,
         jit_compile=trainer.jit_compile,
         record_gradients=trainer.monitoring.record_gradients,
-        others=list(roots_of(trainer).values()),
+        others=list(attributes_of(trainer).values()),
         missed=missed_by_trained(slots or {}),
         reduction=trainer.losses.reduction,
     )
@@ -480,8 +541,7 @@ def weights_function(trainer: "Trainer") -> Callable[[Batch], tf.Tensor] | None:
 
 def plan_evaluation(trainer: "Trainer") -> StepPlan:
     """Returns the plan of a trainer that only evaluates: one without objectives."""
-    methods = trainer.compute_loss, trainer.example_weights, trainer.update_metrics
-    others = [*roots_of(trainer).values(), *methods]
+    others = list(attributes_of(trainer).values())
     jit_compile = trainer.jit_compile
     if layers_without_xla(trainer.model) or (trainer.compile_mode_open and gathers(trainer)):
         jit_compile = False
@@ -505,7 +565,8 @@ def plan_evaluation(trainer: "Trainer") -> StepPlan:
         record_gradients=False,
         seeds=tuple(seed_states(trainer.model, others)),
         held_back=tuple(held_back_variables(trainer.model, others)),
-        undo=(),
+        declared=(),
+        updated=(),
         reduction=trainer.losses.reduction,
     )
 

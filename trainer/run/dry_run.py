@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.base.argument_checks import check_count
+from trainer.base.tracking import tracked_variables
 from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
@@ -26,7 +27,7 @@ from trainer.run.parts import Parts
 from trainer.run.put_back import put_back
 from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, describe_skip, step_of
-from trainer.step.rollback import copies_of, read_copies, variables_in_reach, write_copies
+from trainer.step.rollback import copies_of, read_copies, write_copies
 from trainer.step.types import Variable
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def save_and_restore(trainer: "Trainer", parts: Parts, folder: pathlib.Path) -> 
     checkpoints.save(0, facts, None)
     checkpoints.wait()
     # Each step sets the states of seed generators, so they are not saved.
-    weights = variables_in_reach([parts.plan.model], held_back=parts.plan.seeds)
+    weights = tracked_variables([parts.plan.model], but=parts.plan.seeds)
     written = read_copies(weights, strategy)
     zeros = [[tf.zeros_like(copy) for copy in copies] for copies in written]
     write_copies(weights, zeros, strategy)

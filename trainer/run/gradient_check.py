@@ -20,19 +20,21 @@ import scaling
 import strategies
 from strategies.division import cut_rows
 from trainer.base.autograph import call_user
+from trainer.base.tracking import tensorflow_variable
 from trainer.base.warn_once import listed
 from trainer.data.errors import reason_of
 from trainer.keras_compat import all_layers, differentiable_moments
 from trainer.step.added_losses import added_entries, added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
-from trainer.step.held_back import HoldBack, read_values, tensorflow_variable
+from trainer.step.held_back import HoldBack, read_values
 from trainer.step.losses import losses_and_aux, weighted_mean
 from trainer.step.microbatch import ComputeLoss, GlobalBatchSize, Microbatch, PassInputs
 from trainer.step.outcomes import on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
 from trainer.step.randomness import make_keys
-from trainer.step.replica import given_positions, replica_step
+from trainer.step.replica import positions_by_value, replica_step
 from trainer.step.rollback import read_copies, write_copies
+from trainer.step.trace import written_variables
 from trainer.step.types import Batch, Gradient, ScaleState, StepInputs, Values
 
 # Gradients of the scaled losses, and what a forward pass would assign, by the variable's name.
@@ -119,10 +121,12 @@ def call_in_inference(compute_loss: ComputeLoss, batch: Batch, training: bool) -
 def restoring(function: Callable[..., Results], *arguments: Any) -> Results:
     """Returns a function's results, computed in a graph; restores what it assigns."""
     plan: StepPlan = arguments[-1]
-    variables = [*plan.held_back, *plan.seeds, *plan.undo]
+    traced = tf.function(lambda: function(*arguments), autograph=False).get_concrete_function()
+    written, _ = written_variables(traced, plan.strategy)
+    variables = [*plan.held_back, *plan.seeds, *plan.declared, *written]
     before = read_copies(variables, plan.strategy)
     try:
-        results: Results = tf.function(lambda: function(*arguments), autograph=False)()
+        results: Results = traced()
         return results
     finally:
         write_copies(variables, before, plan.strategy)
@@ -134,7 +138,7 @@ def inputs_of_pass(inputs: StepInputs, plan: StepPlan) -> PassInputs:
         share=strategies.whole(inputs.batch, inputs.weights),
         global_batch=GlobalBatchSize.of(inputs.weights),
         scale_state=inputs.scale_state,
-        values=read_values(plan.held_back, given_positions(plan)),
+        values=read_values(plan.held_back, positions_by_value(plan)),
         keys=make_keys(inputs.random, 0, 1, 1, len(plan.seeds))[0],
     )
 
@@ -190,7 +194,7 @@ def plain_gradients(group: UpdateGroup, inputs: StepInputs, plan: StepPlan) -> R
         # Rematerialized layers read and draw the same numbers again, as in the step.
         given = [(plan.held_back[int(at)], value) for at, value in values.values.items()]
         given += zip(plan.seeds, tf.unstack(values.keys, num=len(plan.seeds)), strict=True)
-        with HoldBack([*plan.held_back, *plan.seeds], given):
+        with HoldBack([*plan.held_back, *plan.seeds], given, dropped=None):
             gradients += tape.gradient(scaled[objective.name], variables)
     # A value that replaces a variable is no gradient.
     replaced = (

@@ -11,8 +11,8 @@ import strategies
 from trainer.log.model_table import total_size, variable_rows
 from trainer.log.summary import format_bytes
 from trainer.run.slots import optimizers_by_item
-from trainer.step.inner_graphs import called_functions
 from trainer.step.plan import ones
+from trainer.step.trace import called_functions
 from trainer.step.types import Batch
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
 from trainer.replay.recorder import keep_overflow
+from trainer.run.build import check_all_saved
 from trainer.run.listeners import TrainRequest
 from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
@@ -142,6 +143,7 @@ class OnlineLoop(OuterLoop):
         if not tf.config.functions_run_eagerly():
             traced = self._parts.run_batch.get_concrete_function(batch, tf.constant(0.0))
             check_no_stateful_ops(traced.graph)
+            check_all_saved(traced, self._trainer, self._parts)
 
     def take(self, batch: Batch) -> BatchResult:
         """Takes one step with a global batch, as tensors."""

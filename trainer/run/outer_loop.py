@@ -33,6 +33,7 @@ from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import LONGEST_LOOP
 from trainer.replay.recorder import keep_overflow
 from trainer.run.adapt import check_trained_as_saved
+from trainer.run.build import check_all_saved
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
 from trainer.run.listeners import (
@@ -396,8 +397,9 @@ class OuterLoop:
         if traced and not tf.config.functions_run_eagerly():
             arguments = (self._position.iterator, tf.constant(1))
             with self._log.console.busy("tracing the training step ..."):
-                graph = run_steps.get_concrete_function(*arguments).graph
-            check_no_stateful_ops(graph)
+                step = run_steps.get_concrete_function(*arguments)
+            check_no_stateful_ops(step.graph)
+            check_all_saved(step, self._trainer, self._parts)
 
     def _take_steps(self) -> None:
         """Runs one inner loop, which ends early if the run is asked to stop."""

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import keras
 
+from trainer.base.tracking import tracked, tracked_variables
+from trainer.run.build import attributes_of
 from trainer.run.parts import Parts
-from trainer.run.roots import roots_of_run
-from trainer.step.reach import reach
-from trainer.step.rollback import read_copies, variables_in_reach, write_copies
+from trainer.step.rollback import read_copies, write_copies
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def put_back(trainer: "Trainer", parts: Parts) -> Iterator[None]:
-    """Context manager: restores all variables that a trainer reaches when the block ends."""
-    roots = roots_of_run(trainer, parts)
-    variables = variables_in_reach(roots.values(), held_back=())
+    """Context manager: restores all variables that a trainer holds when the block ends."""
+    own = [trainer.model, trainer.optimizer, parts.state, parts.metrics]
+    roots = [*own, *attributes_of(trainer).values()]
+    variables = tracked_variables(roots)
     before = read_copies(variables, trainer.strategy)
     known = {id(variable) for variable in variables}
     parts.state.halted.assign(value=False)  # a run that was stuck takes steps here
@@ -28,7 +29,7 @@ def put_back(trainer: "Trainer", parts: Parts) -> Iterator[None]:
     finally:
         write_copies(variables, before, trainer.strategy)
         # Some metrics create their variables in their first update: these had no value before.
-        metrics = [item for _, item, _ in reach(roots) if isinstance(item, keras.metrics.Metric)]
+        metrics = [item for item in tracked(*roots) if isinstance(item, keras.metrics.Metric)]
         for metric in metrics:
             if any(id(variable) not in known for variable in metric.variables):
                 metric.reset_state()

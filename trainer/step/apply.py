@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.base.autograph import call_user
+from trainer.base.tracking import tensorflow_variable
 from trainer.keras_compat import (
     atomic_update_count,
     average_overwrites_on_replicas,
@@ -21,7 +22,8 @@ from trainer.step.fused import fused_updates
 from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult
-from trainer.step.rollback import Copies
+from trainer.step.rollback import Before
+from trainer.step.trace import ByHandle
 from trainer.step.types import Gradient, Values, Variable
 from trainer.step.xla import compiled_update
 
@@ -29,7 +31,7 @@ from trainer.step.xla import compiled_update
 def apply_on_all(
     result: ReplicaResult,
     written: Values,
-    before: Copies,
+    before: Before,
     group: UpdateGroup,
     plan: StepPlan,
     *,
@@ -40,7 +42,7 @@ def apply_on_all(
     Args:
         result: each replica's result.
         written: what the forward pass would have assigned; the same on all replicas.
-        before: values of `plan.undo` at the beginning of the step.
+        before: what to restore after a skip, and its values before the step.
         group: the update group whose variables to update.
         plan: the run's constants.
         last: whether this is the last group of the step, after which metrics are updated.
@@ -93,7 +95,7 @@ def assign_held_back(written: Values, plan: StepPlan) -> None:
 
 
 def apply_in_replica(
-    own: ReplicaResult, before: Copies, group: UpdateGroup, plan: StepPlan, *, last: bool
+    own: ReplicaResult, before: Before, group: UpdateGroup, plan: StepPlan, *, last: bool
 ) -> None:
     """Applies an update group on one replica; see `apply_on_all`. Call it in replica context."""
 
@@ -133,17 +135,19 @@ def apply_reached(
     optimizer.iterations.assign_add(1)
 
 
-def average_unsynchronized(before: Copies, plan: StepPlan) -> None:
-    """Combines the replicas' copies of variables that the model assigns by itself.
+def average_unsynchronized(before: Before, plan: StepPlan) -> None:
+    """Combines the replicas' copies of variables that the passes write themselves.
 
-    Only a `tf.Module`, or a layer that holds `tf.Variable`s, has such variables. A float becomes
-    the mean of the copies; integers and bools take the first replica's value.
+    A float becomes the mean of the copies; integers and bools take the first replica's value.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return
-    for variable, copies in zip(plan.undo, before, strict=True):
-        if not (is_read_apart(variable) or is_assigned_apart(variable, plan)):
+    given = {id(tensorflow_variable(seed)) for seed in plan.seeds}  # new keys in each pass
+    in_replica = strategies.capabilities(plan.strategy).decides_in_replica
+    for variable, copies in zip(before.passes, before.copies, strict=False):
+        apart = is_read_apart(variable) or (not in_replica and is_assigned_apart(variable))
+        if not apart or id(variable) in given:
             continue
         value = variable.read_value()
         if variable.dtype.is_floating:
@@ -160,21 +164,19 @@ def average_unsynchronized(before: Copies, plan: StepPlan) -> None:
             variable.assign(tf.cast(first, variable.dtype))
 
 
-def is_read_apart(variable: Variable) -> bool:
+def is_read_apart(variable: Variable | ByHandle) -> bool:
     """Returns whether a variable was created to have another value on each replica."""
     on_read = tf.VariableSynchronization.ON_READ
     return getattr(variable, "synchronization", None) is on_read and variable.dtype.is_floating
 
 
-def is_assigned_apart(variable: Variable, plan: StepPlan) -> bool:
-    """Returns whether each replica assigns its own copy of a variable in its pass.
+def is_assigned_apart(variable: Variable | ByHandle) -> bool:
+    """Returns whether each replica assigns its own copy of a variable that a pass writes.
 
     That is so if TensorFlow was not told how to combine what the replicas assign. A variable that
     was created outside of the strategy's scope has a single copy.
     """
-    if id(variable) not in plan.assigned or not isinstance(
-        variable, tf.distribute.DistributedValues
-    ):
+    if not isinstance(variable, tf.distribute.DistributedValues):
         return False
     # Equal, and not the same object: TensorFlow has two classes of these constants.
     return bool(variable.aggregation == tf.VariableAggregation.NONE)

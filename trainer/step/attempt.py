@@ -23,21 +23,21 @@ from trainer.step.checks import check_weights
 from trainer.step.diagnose import Evidence, count_by_variable
 from trainer.step.held_back import frozen_or_unfrozen
 from trainer.step.microbatch import GlobalBatchSize, Rows
-from trainer.step.one_attempt import note_attempt
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
 from trainer.step.replica import (
     ReplicaResult,
     count_nonfinite_gradients,
+    recompute_in_branch,
     replica_step,
-    taking_sums_alone,
+    run_passes,
 )
 from trainer.step.report import Outcome, StepReport, outcome_spec
-from trainer.step.rollback import Copies, read_copies, write_copies
+from trainer.step.rollback import Before, read_copies, write_copies
 from trainer.step.state import TrainState
-from trainer.step.types import Batch, ScaleState, StepInputs
-from trainer.step.writes import nothing_written
+from trainer.step.trace import ByHandle, forbid_writes, note_attempt, written_variables
+from trainer.step.types import Batch, ScaleState, StepInputs, Variable
 from trainer.step.xla import check_microbatches, compiled_step
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
@@ -75,7 +75,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
     check_plan_and_run(plan, run)
     check_call(batch, plan)
     note_attempt()
-    with nothing_written():
+    with forbid_writes():
         weights = check_weights(call_user(plan.example_weights, batch), batch)
     check_microbatches(plan.jit_compile, plan.num_microbatches, weights.shape[0])
 
@@ -216,15 +216,17 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
         inputs: the step's inputs, with the scale state to use.
         plan: the run's constants.
     """
-    before = read_copies(plan.undo, plan.strategy)
+    passes, updates = written_in_passes(inputs, plan), list(plan.updated)
+    restored = [*passes, *updates]
+    before = Before(passes, updates, read_copies(restored, plan.strategy))
     in_replica = strategies.capabilities(plan.strategy).decides_in_replica
     attempt = attempt_in_replica if in_replica else attempt_groups
     outcome = attempt(inputs, before, plan)
-    if plan.undo:
+    if restored:
         tf.cond(
             outcome.grads_finite,
             lambda: True,
-            lambda: write_copies(plan.undo, before, plan.strategy),
+            lambda: write_copies(restored, before.copies, plan.strategy),
         )
     verdict = verdict_for_rule(outcome, plan)
     curable = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
@@ -239,6 +241,40 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
         after = advance_until_scale_moves(without_retry, state, verdict, curable, plan)
     moved = after.loss_scale != state.loss_scale
     return Attempt(outcome, state.loss_scale, after, without_retry, curable & moved)
+
+
+def written_in_passes(inputs: StepInputs, plan: StepPlan) -> list[Variable | ByHandle]:
+    """Returns the variables that the forward and backward passes write themselves.
+
+    The passes are traced for this, once per replica; the step then calls the same traces. Where
+    graphs do not tell which variable a resource belongs to, on TPUs and with parameter servers,
+    these are the variables that the model and the given objects hold.
+
+    Args:
+        inputs: the step's inputs.
+        plan: the run's constants.
+
+    Raises:
+        ValueError: if a pass writes to a table, a queue or an iterator: none can be restored.
+    """
+    found = strategies.capabilities(plan.strategy)
+    if found.asynchronous or found.decides_in_replica or tf.executing_eagerly():
+        return list(plan.declared)
+
+    def passes(inputs: StepInputs) -> None:
+        source = key_source(inputs.random, 0, 1)
+        for group in plan.groups:
+            run = functools.partial(run_passes, group=group, plan=plan)
+            plan.strategy.run(run, args=(inputs._replace(random=source),))
+
+    traced = tf.function(passes, autograph=False).get_concrete_function(inputs)
+    variables, others = written_variables(traced, plan.strategy)
+    for write in others:
+        raise ValueError(
+            "`compute_loss` must not change a table, a queue or an iterator: a skip cannot restore "
+            f"it; got {write.kind} at {write.name!r}"
+        )
+    return variables
 
 
 def verdict_for_rule(outcome: Outcome, plan: StepPlan) -> scaling.Verdict:
@@ -285,13 +321,13 @@ def advance_until_scale_moves(
 
 
 def attempt_groups(
-    inputs: StepInputs, before: Copies, plan: StepPlan, *, first: int = 0
+    inputs: StepInputs, before: Before, plan: StepPlan, *, first: int = 0
 ) -> Outcome:
     """Attempts the update groups in order; each one only if all earlier ones were applied.
 
     Args:
         inputs: the step's inputs.
-        before: values of `plan.undo` at the beginning of the step.
+        before: what to restore after a skip, and its values before the step.
         plan: the run's constants.
         first: index in `plan.turns` of the first group to attempt.
 
@@ -310,7 +346,7 @@ def attempt_groups(
     )
 
     def apply() -> Outcome:
-        own = taking_sums_alone(result, inputs.scale_state, plan)
+        own = recompute_in_branch(result, inputs.scale_state, plan)
         apply_on_all(own, agreed.written, before, group, plan, last=not following)
         if not following:
             return agreed.outcome
@@ -320,7 +356,9 @@ def attempt_groups(
     # The condition is evaluated outside the replicas because its branches contain collectives.
     def skip() -> Outcome:
         found = not_inlined(lambda: diagnosed(agreed, group, inputs.scale_state, plan))()
-        return confirmed(found, agreed.evidence, inputs._replace(random=source), group, plan)
+        return retest_at_min_scale(
+            found, agreed.evidence, inputs._replace(random=source), group, plan
+        )
 
     if not following:
         return apply_or_skip(agreed.outcome, apply, skip)
@@ -340,7 +378,7 @@ def not_inlined(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
     return apart
 
 
-def confirmed(
+def retest_at_min_scale(
     outcome: Outcome,
     evidence: Evidence,
     inputs: StepInputs,
@@ -383,6 +421,6 @@ def confirmed(
 
     overflowed = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
     test = at_min_scale if plan.gathers else not_inlined(at_min_scale)  # it holds collectives
-    infs = count_by_variable(evidence.summed)[:, 0]
+    infs = count_by_variable(evidence.summed, in_xla=plan.one_program)[:, 0]
     tested: Outcome = tf.cond(overflowed & tf.reduce_all(infs == 0), test, lambda: outcome)
     return tested

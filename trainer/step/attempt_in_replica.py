@@ -14,18 +14,18 @@ from trainer.step.apply import apply_in_replica, assign_held_back, optimizers_pr
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
-from trainer.step.replica import replica_step, taking_sums_alone
+from trainer.step.replica import recompute_in_branch, replica_step
 from trainer.step.report import Outcome
-from trainer.step.rollback import Copies
+from trainer.step.rollback import Before
 from trainer.step.types import StepInputs
 
 
-def attempt_in_replica(inputs: StepInputs, before: Copies, plan: StepPlan) -> Outcome:
+def attempt_in_replica(inputs: StepInputs, before: Before, plan: StepPlan) -> Outcome:
     """Attempts all update groups; see `attempt.attempt_groups`. Call it in cross-replica context.
 
     Args:
         inputs: the step's inputs.
-        before: values of `plan.undo` at the beginning of the step.
+        before: what to restore after a skip, and its values before the step.
         plan: the run's constants.
     """
     turns = len(plan.turns)
@@ -43,7 +43,7 @@ def attempt_in_replica(inputs: StepInputs, before: Copies, plan: StepPlan) -> Ou
 
 
 def attempt_from(
-    first: int, inputs: StepInputs, sources: list[tf.Tensor], before: Copies, plan: StepPlan
+    first: int, inputs: StepInputs, sources: list[tf.Tensor], before: Before, plan: StepPlan
 ) -> Outcome:
     """Attempts the update groups in order. Call it in replica context.
 
@@ -51,7 +51,7 @@ def attempt_from(
         first: index in `plan.turns` of the first group to attempt.
         inputs: the step's inputs.
         sources: the result of `key_source` for each of `plan.turns`.
-        before: values of `plan.undo` at the beginning of the step.
+        before: what to restore after a skip, and its values before the step.
         plan: the run's constants.
     """
     group: UpdateGroup = plan.turns[first]
@@ -60,7 +60,7 @@ def attempt_from(
 
     def apply() -> Outcome:
         assign_held_back(result.written, plan)
-        own = taking_sums_alone(result, inputs.scale_state, plan)
+        own = recompute_in_branch(result, inputs.scale_state, plan)
         apply_in_replica(own, before, group, plan, last=not following)
         if not following:
             return result.outcome

@@ -17,11 +17,10 @@ from trainer.base.argument_checks import (
     check_bool,
     check_count,
 )
+from trainer.base.tracking import name_of_variable, tensorflow_variable, tracked
 from trainer.keras_compat import all_layers, built_for, owners_of
-from trainer.step.held_back import name_of_variable, tensorflow_variable
 from trainer.step.losses import nan_unless
 from trainer.step.objective import optimizers_in, single_optimizers
-from trainer.step.reach import reach
 from trainer.step.types import Batch, Model
 from trainer.step.updates import Updates
 from trainer.step.xla import supports_xla
@@ -149,9 +148,9 @@ def check_no_bfloat16_in_cudnn(*roots: Any) -> None:
     and so are gradients in other precisions, or without cuDNN.
 
     Args:
-        roots: the model, and what else the loss may use; see `reach`.
+        roots: the model, and what else the loss may use.
     """
-    for _, layer, _ in reach({str(place): root for place, root in enumerate(roots)}):
+    for layer in tracked(*roots):
         if not isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)):
             continue
         # Keras's own marks: no XLA where it uses cuDNN, which has no recurrent dropout.

@@ -14,6 +14,8 @@ from trainer.step.gradients import count_nonfinite, gradient_values, half_square
 from trainer.step.microbatch import NonfiniteFlags
 from trainer.step.types import Gradient, ScaleState
 
+CONCISE_HEALTH = 3  # the mode of TensorFlow's summary that counts inf and NaN
+
 
 class Finding(NamedTuple):
     """Where a non-finite value was first found; see the fields of `Outcome`."""
@@ -69,6 +71,7 @@ def diagnose(
     rule: scaling.LossScaleRule,
     *,
     single_pass: bool,
+    in_xla: bool,
 ) -> Finding:
     """Finds where a step first met a non-finite value.
 
@@ -79,12 +82,14 @@ def diagnose(
         rule: the loss-scale rule. At the rule's `min_scale`, the scale cannot back off.
         single_pass: whether a step is one microbatch on one replica. Then the table's gradient
             column is not filled in, and the summed gradients are the replica's own.
+        in_xla: whether XLA compiles the diagnosis.
 
     Returns:
         The finding; its `bad_variable` is a position in `weights`.
     """
     in_weights, in_summed, in_unscaled = (
-        count_by_variable(values) for values in (weights, evidence.summed, evidence.unscaled)
+        count_by_variable(values, in_xla=in_xla)
+        for values in (weights, evidence.summed, evidence.unscaled)
     )
     table = evidence.table
     if single_pass:
@@ -154,9 +159,29 @@ def at(values: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
     return tf.gather(values, tf.maximum(position, 0))
 
 
-def count_by_variable(values: list[Gradient]) -> tf.Tensor:
-    """Returns the numbers of inf and NaN in each tensor: shape (variables, 2), int32."""
-    return tf.stack([count_nonfinite(gradient_values(value)) for value in values])
+def count_by_variable(values: list[Gradient], *, in_xla: bool = False) -> tf.Tensor:
+    """Returns the numbers of inf and NaN in each tensor: shape (variables, 2), int32.
+
+    Args:
+        values: the tensors.
+        in_xla: whether XLA compiles the count.
+    """
+    dense = [gradient_values(value) for value in values]
+    floats = all(value.dtype in (tf.float32, tf.float64) for value in dense)
+    if in_xla or not floats:
+        return tf.stack([count_nonfinite(value) for value in dense])
+    # One operation for each variable, where the count above has eight: they are traced before the
+    # first step, and most runs never call them. XLA has no kernel for it.
+    health = tf.stack(
+        [
+            tf.raw_ops.DebugNumericSummaryV2(
+                input=value, output_dtype=tf.float64, tensor_debug_mode=CONCISE_HEALTH
+            )
+            for value in dense
+        ]
+    )
+    health.set_shape([len(dense), 5])  # a row is (id, size, -inf, inf, NaN)
+    return tf.cast(tf.stack([health[:, 2] + health[:, 3], health[:, 4]], axis=1), tf.int32)
 
 
 def squares_overflow(values: list[Gradient]) -> tf.Tensor:

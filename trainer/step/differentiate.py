@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from trainer.base.tracking import name_of_variable, tensorflow_variable
 from trainer.base.warn_once import listed, warn_once
 from trainer.keras_compat import differentiable_moments
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
@@ -29,7 +30,6 @@ from trainer.step.float8_counts import (
 from trainer.step.forward import forward, recomputing, written_by
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.gradients import count_nonfinite
-from trainer.step.held_back import name_of_variable, tensorflow_variable
 from trainer.step.losses import distinct, mask_weightless, weighted_mean
 from trainer.step.microbatch import (
     Contribution,

@@ -15,7 +15,7 @@ from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
 from trainer.base.trace_apart import is_apart
 from trainer.keras_compat import all_layers, replaced_calls
-from trainer.step.inner_graphs import inner_graphs
+from trainer.step.trace import inner_graphs
 from trainer.step.types import Model, Values
 
 # The tensors that a float8 layer of Keras scales, with their formats.

@@ -1,6 +1,7 @@
 """The forward pass: the user's loss on one microbatch, with the model's own writes held back."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +18,12 @@ from trainer.step.added_losses import (
     warn_of_forgotten_losses,
 )
 from trainer.step.checks import check_not_assigned_in_half
-from trainer.step.dependence import any_depends
 from trainer.step.held_back import HoldBack, frozen_or_unfrozen, is_seed_state
 from trainer.step.ids import ids_unrounded
 from trainer.step.losses import losses_and_aux, shared_with
 from trainer.step.microbatch import MicrobatchPlan
+from trainer.step.trace import any_depends, functions_of_one_precision
 from trainer.step.types import Aux, Batch, Values
-from trainer.step.user_functions import functions_of_one_precision
 
 
 class ForwardPass(NamedTuple):
@@ -74,7 +74,6 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         added = added_entries(plan.model, listed, scope.losses)
         warn_of_forgotten_losses(recorded, listed)
     check_on_tape(recorded)
-    scope.check_no_unknown_variables(means_of_compute_loss(plan.model))
     for variable in filter(scope.is_cast, plan.weights):
         check_not_assigned_in_half(plan.model, variable)
     found = [scope.held_value(variable) for variable in plan.held_back]
@@ -114,7 +113,8 @@ def scope_of(values: Values, keys: Sequence[tf.Tensor], plan: MicrobatchPlan) ->
     """Returns a scope that holds back assignments, with given values and keys; see `forward`."""
     given = [(plan.held_back[int(position)], value) for position, value in values.items()]
     given += zip(plan.seeds, keys, strict=True)
-    return HoldBack([*plan.held_back, *plan.seeds], given)
+    means = functools.partial(means_of_compute_loss, plan.model)  # some are made in the call
+    return HoldBack([*plan.held_back, *plan.seeds], given, dropped=means)
 
 
 @contextlib.contextmanager
@@ -141,7 +141,6 @@ def recomputing(
         return
     with scope_of(values, tf.unstack(keys, num=len(plan.seeds)), plan) as scope:
         yield
-    scope.check_no_unknown_variables(means_of_compute_loss(plan.model))
     for variable, before in zip((*plan.held_back, *plan.seeds), passed.assigned, strict=True):
         again = scope.assigned(variable)
         if (len(before), len(again)) == (1, 1) or not scope.uses(variable):

@@ -1,16 +1,16 @@
 """Holds back what a Keras model assigns in its forward pass until the verdict is known."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from trainer.keras_compat import casts_variables
-from trainer.step.inner_graphs import inner_graphs
+from trainer.base.tracking import name_of_variable, tensorflow_variable, tracked
+from trainer.keras_compat import casts_variables, uncast_variable
 from trainer.step.loop_casts import LoopCasts, in_place_of
-from trainer.step.reach import reach
+from trainer.step.trace import inner_graphs
 from trainer.step.types import Model, Values, Variable
 
 
@@ -21,19 +21,27 @@ class HoldBack(keras.StatelessScope):
     plain tensor. Any other variable is read as itself. Gradients are those of a loop without the
     scope: what reads a variable after an assignment has a gradient with respect to the variable,
     and none with respect to what was assigned.
+
+    Args:
+        variables: those whose assignments are held back.
+        given: values of some of them, in place of their own.
+        dropped: returns variables whose assignments are lost; None for all other variables. The
+            rest are assigned, as a `tf.Variable` is, so the trace shows them to be written.
     """
 
     def __init__(
         self,
         variables: Sequence[keras.Variable],
         given: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+        *,
+        dropped: Callable[[], Sequence[keras.Variable]] | None = list,
     ) -> None:
         """Stores the variables that may be assigned, and the values that some of them have."""
         super().__init__(list(given), collect_losses=True)
         # Read outside of any layer, so that nothing is cast.
         self._read = {id(variable): tensorflow_variable(variable) for variable in variables}
         self._sources = {id(variable): value for variable, value in given}
-        self._unknown: list[keras.Variable] = []
+        self._dropped = dropped
         self._cast: set[int] = set()  # assigned by a layer that reads in half precision
         # By the variable's id: what it was assigned, in order; and which variables were used.
         self._assigned: dict[int, list[tf.Tensor]] = {}
@@ -61,10 +69,11 @@ class HoldBack(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Records an assignment. Keras calls this method."""
-        check_place(update[0], inner_graphs(self._graph))
         variable, value = update[0], tf.convert_to_tensor(update[1])  # it may be another variable
-        if id(variable) not in self._read:
-            self._unknown.append(variable)
+        if not self._records(variable):
+            assign_now(variable, value)
+            return
+        check_place(variable, inner_graphs(self._graph))
         if casts_variables() and variable.dtype in ("float16", "bfloat16"):
             self._cast.add(id(variable))
         if value.dtype.is_floating:
@@ -73,6 +82,12 @@ class HoldBack(keras.StatelessScope):
         self._used.add(id(variable))
         self._assigned.setdefault(id(variable), []).append(value)
         super().add_update((variable, value))
+
+    def _records(self, variable: keras.Variable) -> bool:
+        """Returns whether an assignment is recorded, and not made at once."""
+        if id(variable) in self._read or self._dropped is None:
+            return True
+        return any(variable is each for each in self._dropped())
 
     def is_cast(self, variable: keras.Variable) -> bool:
         """Returns whether a variable was assigned by a layer that reads in half precision."""
@@ -86,19 +101,24 @@ class HoldBack(keras.StatelessScope):
         """Returns whether a variable was read or assigned in the scope."""
         return id(variable) in self._used
 
-    def check_no_unknown_variables(self, dropped: Sequence[keras.Variable] = ()) -> None:
-        """Raises ValueError if variables were assigned that are neither held back nor `dropped`."""
-        may_be_lost = {id(variable) for variable in dropped}
-        for variable in self._unknown:
-            if id(variable) in may_be_lost:
-                continue
-            raise ValueError(
-                "`compute_loss` must not assign Keras variables other than those of the model and "
-                f"its layers; got an assignment to {variable.path!r}. The new value would be lost, "
-                "and a random generator would repeat its numbers in every step. For random "
-                "numbers, pass a keras.random.SeedGenerator that the model or the trainer holds "
-                "as seed=. Update metrics in update_metrics()."
-            )
+
+def assign_now(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Assigns a variable that is not held back.
+
+    Raises:
+        ValueError: if it is the state of a random generator that is given no keys, or a metric's,
+            which an evaluation would not update.
+    """
+    if is_seed_state(variable):
+        raise ValueError(
+            "`seed` must be a SeedGenerator that the model or the trainer holds; got "
+            f"{variable.path!r}, whose numbers would not depend on the step"
+        )
+    if variable.aggregation == "sum":
+        raise ValueError(
+            f"`compute_loss` must not update metrics; got {variable.path!r}: use update_metrics()"
+        )
+    uncast_variable(variable).assign(value)
 
 
 def check_place(variable: keras.Variable, inner: set[str]) -> None:
@@ -135,14 +155,13 @@ def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.
 
     Args:
         model: the model.
-        others: other objects that the loss may use; see `reach`.
+        others: other objects that the loss may use; see `tracked`.
     """
     if not isinstance(model, keras.Layer):
         return []
     found = [*model.trainable_variables, *model.non_trainable_variables]
     owned: set[int] = set()
-    roots = {"model": model} | {str(place): other for place, other in enumerate(others)}
-    for _, item, _ in reach(roots):
+    for item in tracked(model, *others):
         if isinstance(item, keras.Layer):
             found += item.non_trainable_variables
         elif isinstance(item, (keras.metrics.Metric, keras.optimizers.Optimizer)):
@@ -163,16 +182,6 @@ def read_values(variables: Sequence[keras.Variable], positions: Iterable[str]) -
         position: tf.convert_to_tensor(tensorflow_variable(variables[int(position)]))
         for position in positions
     }
-
-
-def tensorflow_variable(variable: Variable) -> tf.Variable:
-    """Returns the `tf.Variable` that holds a variable's value: for a `tf.Variable`, itself."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def name_of_variable(variable: Variable) -> str:
-    """Returns the name of a variable, with the path of its layer if it has one."""
-    return str(getattr(variable, "path", variable.name))
 
 
 def frozen_or_unfrozen(planned: Sequence[Variable], model: Model) -> list[str] | None:

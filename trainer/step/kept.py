@@ -21,6 +21,11 @@ class Kept:
         # were computed, and the variables that hold them.
         self._traced: dict[str | None, tuple[Any, list[tf.Variable]]] = {}
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables in which rows wait."""
+        return list(self._variables.values())
+
     def keep(self, rows: Rows, strategy: tf.distribute.Strategy, examples: int | None) -> None:
         """Keeps rows that an update group has computed. Call it in cross-replica context.
 

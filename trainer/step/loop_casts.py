@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.step.inner_graphs import graph_around_loops
+from trainer.step.trace import graph_around_loops
 
 
 class LoopCasts:

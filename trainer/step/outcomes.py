@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from trainer.step.diagnose import Finding, diagnose
 from trainer.step.plan import StepPlan, UpdateGroup
-from trainer.step.replica import ReplicaResult, taking_sums_alone
+from trainer.step.replica import ReplicaResult, recompute_in_branch
 from trainer.step.report import Outcome
 from trainer.step.types import ScaleState
 
@@ -22,8 +22,15 @@ def diagnosed(
 ) -> Outcome:
     """Returns a skipped step's outcome, with the cause of the skip and its place filled in."""
     weights = [tf.convert_to_tensor(plan.weights[position]) for position in group.positions]
-    evidence = taking_sums_alone(result, scale_state, plan).evidence
-    finding = diagnose(evidence, weights, scale_state, plan.rule, single_pass=plan.single_pass)
+    evidence = recompute_in_branch(result, scale_state, plan).evidence
+    finding = diagnose(
+        evidence,
+        weights,
+        scale_state,
+        plan.rule,
+        single_pass=plan.single_pass,
+        in_xla=plan.one_program,
+    )
     known = finding.bad_variable >= 0
     position = tf.gather(group.positions, tf.maximum(finding.bad_variable, 0))
     finding = finding._replace(bad_variable=tf.where(known, position, -1))

@@ -10,6 +10,7 @@ import tensorflow as tf
 import scaling
 import strategies
 from strategies.division import count_examples
+from trainer.base.tracking import name_of_variable, tracked_variables
 from trainer.keras_compat import (
     computing_in_float32,
     keep_rate_tracked,
@@ -24,7 +25,7 @@ from trainer.step.gather_checks import (
     check_loss_reduction,
     check_no_weights,
 )
-from trainer.step.held_back import held_back_variables, name_of_variable
+from trainer.step.held_back import held_back_variables
 from trainer.step.kept import Kept
 from trainer.step.microbatch import (
     ComputeLoss,
@@ -41,11 +42,9 @@ from trainer.step.objective import (
     single_optimizers,
 )
 from trainer.step.randomness import seed_states
-from trainer.step.rollback import variables_in_reach
 from trainer.step.skips import Skips
 from trainer.step.types import Aux, Batch, Model, Variable
 from trainer.step.updates import Updates
-from trainer.step.writes import undoable
 from trainer.step.xla import (
     ONE_REPLICA,
     WITH_PASSES,
@@ -92,20 +91,25 @@ class StepPlan:
     record_gradients: bool  # whether every report counts its gradients' magnitudes
     seeds: tuple[keras.Variable, ...]  # states of seed generators, given new keys in each step
     held_back: tuple[keras.Variable, ...]  # variables a Keras model reads or assigns; weights first
-    undo: tuple[Variable, ...]  # variables to restore if the step is skipped
+    declared: tuple[Variable, ...]  # what else the model and the given objects hold: see `others`
+    updated: tuple[Variable, ...]  # what the step's updates but the last write
     weights: tuple[Variable, ...]  # `model.trainable_variables` when the step was planned
     # Variables that were frozen for a while, and the number of updates that each one missed.
     missed: tuple[tuple[Variable, int], ...] = ()
     reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
     kept: Kept | None = None  # what keeps losses and aux of each example; None keeps nothing
-    # The ids of variables in `undo` that a pass assigns: known as soon as it has been traced.
-    assigned: set[int] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     @property
     def single_pass(self) -> bool:
         """Whether a step is one microbatch on one replica, so that no gradients are summed."""
         return self.strategy.num_replicas_in_sync == 1 and self.num_microbatches == 1
+
+    @property
+    def one_program(self) -> bool:
+        """Whether one program of XLA holds the whole step: in mode "step", and on a TPU."""
+        in_replica = strategies.capabilities(self.strategy).decides_in_replica
+        return self.jit_compile == "step" or in_replica
 
     @property
     def global_loss(self) -> bool:
@@ -187,8 +191,9 @@ def plan_step(
             update, on a single replica. "step": the whole step, as one program, on a single
             replica. False: nothing.
         record_gradients: whether reports count gradient magnitudes.
-        others: objects other than the model whose variables the loss may assign. What the given
-            functions hold (closures, default arguments, the owners of methods) need not be listed.
+        others: objects other than the model whose layers, random generators or variables the loss
+            uses. Variables that the loss writes are restored after a skip whether listed or not,
+            but on TPUs and with parameter servers.
         missed: pairs of a trained variable and the number of its optimizer's updates that it was
             not part of, for variables that were frozen at first. Adam's bias correction needs it.
         reduction: "mean": `compute_loss` returns one loss per example. "global": it returns
@@ -239,17 +244,15 @@ def plan_step(
     partition = [objectives]
     if updates.alternate_optimizers:
         partition = [[objective] for objective in objectives]
-    used = [*others, compute_loss, example_weights, update_metrics]
-    checks.check_no_bfloat16_in_cudnn(model, *used)
-    held_back, seeds = held_back_variables(model, used), seed_states(model, used)
+    checks.check_no_bfloat16_in_cudnn(model, *others)
+    held_back, seeds = held_back_variables(model, others), seed_states(model, others)
     optimizers = [each for one in objectives for each in optimizers_in(one.optimizer)]
     slots = {id(variable): variable for one in optimizers for variable in one.variables}.values()
-    undo = variables_in_reach([model, *used], held_back=[*held_back, *seeds, *slots])
+    declared = tracked_variables([model, *others], but=[*held_back, *seeds, *slots])
     if not held_back:  # a `tf.Module`, whose generators are assigned in each pass
-        undo += seeds
+        declared += seeds
     # Earlier updates of a step are applied before a later one is skipped.
-    if sum(group[0].updates for group in partition) > 1:
-        undo += [*held_back, *slots]
+    alternating = sum(group[0].updates for group in partition) > 1
     plan = StepPlan(
         strategy=strategy,
         model=model,
@@ -265,7 +268,8 @@ def plan_step(
         record_gradients=record_gradients,
         seeds=tuple(seeds),
         held_back=tuple(held_back),
-        undo=tuple(undo),
+        declared=tuple(declared),
+        updated=(*held_back, *slots) if alternating else (),
         weights=tuple(model.trainable_variables),
         missed=tuple(missed),
         reduction=reduction,
@@ -327,8 +331,7 @@ def with_groups(
         microbatch = dataclasses.replace(microbatch, earlier=tuple(earlier))
 
         def run(inputs: PassInputs) -> Microbatch:
-            with undoable(plan.undo, plan.strategy, plan.assigned):
-                return differentiate(inputs, microbatch)
+            return differentiate(inputs, microbatch)
 
         def run_in_float32(inputs: PassInputs) -> Microbatch:
             with computing_in_float32(plan.model):

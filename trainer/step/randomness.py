@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.base.tracking import tracked
 from trainer.step.held_back import is_seed_state
-from trainer.step.reach import reach
 from trainer.step.types import Model
 
 
@@ -70,11 +70,10 @@ def seed_states(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable
 
     Args:
         model: a `keras.Model` or a `tf.Module`.
-        others: other objects that the loss may use; see `reach`.
+        others: other objects that the loss may use; see `tracked`.
     """
     states = []
-    roots = {"model": model} | {str(place): other for place, other in enumerate(others)}
-    for _, item, _ in reach(roots):
+    for item in tracked(model, *others):
         if isinstance(item, keras.Layer):
             # Keys are handed out in this order, so it is that of the layers in the model.
             states += [variable for variable in item.variables if is_seed_state(variable)]

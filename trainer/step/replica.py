@@ -47,8 +47,8 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         group: the update group whose gradients to compute.
         plan: the run's constants.
     """
-    values = read_values(plan.held_back, given_positions(plan))
-    local, share = own_part(inputs, values, group, plan)
+    values = read_values(plan.held_back, positions_by_value(plan))
+    local, share = run_share(inputs, values, group, plan)
     updates = plan.updates
     reduced = sum_over_replicas(local, share, updates.reduce_dtype, updates.reduce_bucket_bytes)
     unscaled = scaling.unscale_gradients(reduced.total.gradients, inputs.scale_state)
@@ -93,7 +93,7 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
     )
 
 
-def taking_sums_alone(
+def recompute_in_branch(
     result: ReplicaResult, scale_state: ScaleState, plan: StepPlan
 ) -> ReplicaResult:
     """Returns the same result for a branch after the verdict; the gradients have the same bits.
@@ -108,8 +108,7 @@ def taking_sums_alone(
         scale_state: the loss-scale rule's state that the step used.
         plan: the run's constants.
     """
-    found = strategies.capabilities(plan.strategy)
-    if plan.jit_compile != "step" and not found.decides_in_replica:
+    if not plan.one_program:
         return result
     unscaled = scaling.unscale_gradients(result.evidence.summed, scale_state)
     return result._replace(
@@ -118,7 +117,7 @@ def taking_sums_alone(
     )
 
 
-def own_part(
+def run_share(
     inputs: StepInputs, values: Values, group: UpdateGroup, plan: StepPlan
 ) -> tuple[Microbatch, strategies.Share]:
     """Returns the results of the forward and backward passes on this replica, and its share."""
@@ -128,6 +127,11 @@ def own_part(
     return run_model(own, inputs.in_float32, group), share
 
 
+def run_passes(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> None:
+    """Runs the forward and backward passes on this replica; see `replica_step`."""
+    run_share(inputs, read_values(plan.held_back, positions_by_value(plan)), group, plan)
+
+
 def count_nonfinite_gradients(
     inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan
 ) -> tf.Tensor:
@@ -135,9 +139,10 @@ def count_nonfinite_gradients(
 
     Assigns nothing, and uses no collectives. For the arguments see `replica_step`.
     """
-    values = read_values(plan.held_back, given_positions(plan))
-    local, _ = own_part(inputs, values, group, plan)
-    return tf.reduce_sum(count_by_variable(local.contribution.gradients))
+    values = read_values(plan.held_back, positions_by_value(plan))
+    local, _ = run_share(inputs, values, group, plan)
+    gradients = local.contribution.gradients
+    return tf.reduce_sum(count_by_variable(gradients, in_xla=plan.one_program))
 
 
 def my_share(batch: Batch, weights: tf.Tensor) -> strategies.Share:
@@ -181,7 +186,7 @@ def pass_inputs(
     return PassInputs(share, size, inputs.scale_state, values, keys)
 
 
-def given_positions(plan: StepPlan) -> list[str]:
+def positions_by_value(plan: StepPlan) -> list[str]:
     """Returns the positions of variables whose values a forward pass is given, in `held_back`.
 
     These are the variables that are not trained. Weights are read by the model itself, except where

@@ -1,50 +1,41 @@
 """Rolls back a skipped step: restores variables whose assignments could not be held back.
 
 What a Keras model assigns is held back until the verdict is known. A `tf.Module` assigns its
-variables itself, and the loss can reach other `tf.Variable`s and `tf.random.Generator`s. Their
-values are read before the step and written back if it is skipped, for each replica's copy
-separately, because copies may differ.
+variables itself, and so does a loss that writes to other variables or draws from a
+`tf.random.Generator`. Their values are read before the step and written back if it is skipped, for
+each replica's copy separately, because copies may differ.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
-import keras
 import tensorflow as tf
 
-from trainer.step.held_back import tensorflow_variable
-from trainer.step.reach import reach
+from trainer.base.tracking import tensorflow_variable
+from trainer.step.trace import ByHandle
 from trainer.step.types import Variable
 
 # For each variable, the value of every replica's copy on this worker.
 Copies: TypeAlias = list[list[tf.Tensor]]
 
 
-def variables_in_reach(roots: Collection[Any], held_back: Collection[Variable]) -> list[Variable]:
-    """Returns the TensorFlow and Keras variables that the given objects reach, each once.
+class Before(NamedTuple):
+    """What is restored if a step is skipped, with the values from before the step."""
 
-    Args:
-        roots: objects of any type; see `reach`.
-        held_back: variables to leave out.
-    """
-    known = {id(tensorflow_variable(variable)) for variable in held_back}
-    found: dict[int, Variable] = {}
-    for _, item, _ in reach({str(place): root for place, root in enumerate(roots)}):
-        if isinstance(item, (tf.Variable, keras.Variable)):
-            key = id(tensorflow_variable(item))
-            # A keras.Variable and the tf.Variable that holds its value are one variable.
-            if key not in known and not isinstance(found.get(key), keras.Variable):
-                found[key] = item
-    return list(found.values())
+    passes: list[Variable | ByHandle]  # what forward and backward passes write
+    updates: list[Variable]  # what the step's updates but the last write
+    copies: Copies  # the values of both, in this order
 
 
-def read_copies(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> Copies:
+def read_copies(
+    variables: Sequence[Variable | ByHandle], strategy: tf.distribute.Strategy
+) -> Copies:
     """Returns the values of all replicas' copies. Call it in cross-replica context."""
     return [[copy.read_value() for copy in copies_of(variable, strategy)] for variable in variables]
 
 
 def write_copies(
-    variables: Sequence[Variable], values: Copies, strategy: tf.distribute.Strategy
+    variables: Sequence[Variable | ByHandle], values: Copies, strategy: tf.distribute.Strategy
 ) -> bool:
     """Writes back what `read_copies` returned, bit for bit. Call it in cross-replica context.
 
@@ -59,7 +50,9 @@ def write_copies(
     return True
 
 
-def copies_of(variable: Variable, strategy: tf.distribute.Strategy) -> tuple[tf.Variable, ...]:
+def copies_of(
+    variable: Variable | ByHandle, strategy: tf.distribute.Strategy
+) -> tuple[tf.Variable, ...]:
     """Returns every replica's copy of a variable on this worker."""
     copies: tuple[tf.Variable, ...] = strategy.experimental_local_results(
         tensorflow_variable(variable)

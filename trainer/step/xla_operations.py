@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from trainer.keras_compat import has_xla_kernel
-from trainer.step.inner_graphs import called_functions
+from trainer.step.trace import called_functions
 
 # XLA turns these operations of TensorFlow 1's control flow into others before it compiles.
 CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"})

@@ -7,7 +7,8 @@ import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
 
 from trainer import Trainer
-from trainer.step.rollback import read_copies, variables_in_reach
+from trainer.base.tracking import tracked_variables
+from trainer.step.rollback import read_copies
 
 pytestmark = pytest.mark.sampled
 
@@ -100,7 +101,7 @@ def test_an_evaluation_leaves_variables_that_the_model_assigns(mirrored, make, r
                 trainer.predict(x, global_batch=6)
                 with pytest.raises(tf.errors.OpError, match="gone"):
                     trainer.evaluate(failing)
-        found = variables_in_reach([trainer.model], held_back=())
+        found = tracked_variables([trainer.model])
         copies = tf.nest.flatten(read_copies(found, trainer.strategy))
         return [copy.numpy().tobytes() for copy in copies]
 

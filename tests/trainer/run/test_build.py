@@ -243,3 +243,46 @@ def test_a_loss_of_groups_of_examples_builds_its_model(late):
     x = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
     totals = trainer.train((x, np.ones([8, 3], np.float32)), steps=2, global_batch=4).totals
     assert totals.applied == 2
+
+
+@pytest.mark.parametrize("place", ["loss", "metrics", "train_step"])
+@pytest.mark.parametrize("online", [False, True])
+def test_a_variable_that_no_checkpoint_holds_is_refused(tmp_path, place, online):
+    """L12: with a `model_dir`, a variable that a step writes is refused by name before the first step,
+    unless it is tracked; without one, it is the program's own matter.
+    """
+    hidden = tf.Variable(0.0, name="hidden")
+
+    def trainer_of(**arguments):
+        class Own(Linear):
+            def compute_loss(self, batch, training):
+                if place == "loss":
+                    hidden.assign_add(1.0)
+                return super().compute_loss(batch, training)
+
+            def update_metrics(self, batch, aux):
+                if place == "metrics":
+                    hidden.assign_add(1.0)
+
+            def train_step(self, batch):
+                if place == "train_step":
+                    hidden.assign_add(1.0)
+                return super().train_step(batch)
+
+        return Own(verbose=False, **arguments)
+
+    def take_steps(trainer):
+        if online:
+            trainer.train_on_batch(slopes(1.0))
+        else:
+            trainer.train(slopes(1.0), steps=1, global_batch=1)
+
+    with pytest.raises(ValueError, match=r"`model_dir` .* 'hidden:0'"):
+        take_steps(trainer_of(model_dir=tmp_path / "refused"))
+    assert float(hidden) == 0.0
+    take_steps(trainer_of())
+    assert float(hidden) == 1.0
+    kept = trainer_of(model_dir=tmp_path / "kept")
+    kept.hidden = hidden
+    take_steps(kept)
+    assert float(hidden) == 2.0

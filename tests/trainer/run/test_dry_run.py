@@ -11,7 +11,8 @@ from helpers import Linear, slopes
 
 import scaling
 from trainer import Checkpoints, Skips, Trainer, TrainingStuckError, find_batch_size
-from trainer.step.rollback import read_copies, variables_in_reach
+from trainer.base.tracking import tracked_variables
+from trainer.step.rollback import read_copies
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 
@@ -44,7 +45,7 @@ def bits(trainer):
     """The bytes of every copy of a trainer's variables."""
     roots = [trainer.model, trainer.optimizer, access.state(trainer)]
     roots += [metric.variables for each in access.metrics(trainer) for metric in each.values()]
-    variables = variables_in_reach(roots, held_back=())
+    variables = tracked_variables(roots)
     copies = tf.nest.flatten(read_copies(variables, trainer.strategy))
     return [copy.numpy().tobytes() for copy in copies]
 

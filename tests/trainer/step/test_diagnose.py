@@ -62,7 +62,7 @@ def finding_of(
     )
     evidence = Evidence(table, tf.constant(statistics_finite), summed, unscaled)
     state = SimpleNamespace(loss_scale=tf.constant(scale))
-    cause, *place = diagnose(evidence, weights, state, rule, single_pass=single_pass)
+    cause, *place = diagnose(evidence, weights, state, rule, single_pass=single_pass, in_xla=False)
     return Cause(int(cause)), *map(int, place)
 
 
@@ -169,13 +169,15 @@ def test_first_true(flags):
     assert int(first_row(tf.cast(tf.constant(flags), tf.int32)[:, None])) == expected
 
 
-def test_counts_by_variable():
+@pytest.mark.parametrize("in_xla", [False, True])
+def test_counts_by_variable(in_xla):
     """Infs, NaNs and overflowing squares are found by variable, in sparse gradients too."""
     sparse = tf.IndexedSlices(tf.constant([NAN, INF, INF]), tf.range(3), tf.constant([9]))
-    values = [tf.constant([1.0]), None, sparse, tf.constant([1e25])]
+    values = [tf.constant([1.0]), None, sparse, tf.constant([[1e25], [-INF]]), tf.constant(NAN)]
 
-    assert count_by_variable(values).numpy().tolist() == [[0, 0], [0, 0], [2, 1], [0, 0]]
-    assert squares_overflow(values).numpy().tolist() == [False, False, True, True]
+    counts = count_by_variable(values, in_xla=in_xla).numpy().tolist()
+    assert counts == [[0, 0], [0, 0], [2, 1], [1, 0], [0, 1]]
+    assert squares_overflow(values[:4]).numpy().tolist() == [False, False, True, True]
 
 
 @pytest.mark.thorough
@@ -189,7 +191,7 @@ def test_no_slice_has_to_be_known_to_the_compiler():
     def run(table, summed, unscaled):
         evidence = Evidence(NonfiniteTable(*table), tf.constant(True), summed, unscaled)
         state = SimpleNamespace(loss_scale=tf.constant(8.0))
-        return diagnose(evidence, summed, state, RULE, single_pass=False)
+        return diagnose(evidence, summed, state, RULE, single_pass=False, in_xla=True)
 
     table = [tf.TensorSpec([REPLICAS]), tf.TensorSpec([REPLICAS, 2]), tf.TensorSpec([REPLICAS])]
     graph = run.get_concrete_function(table, values, values).graph

@@ -165,7 +165,7 @@ def test_a_weight_that_a_pass_is_given_has_a_gradient(monkeypatch, given):
         return [str(place) for place in range(len(plan.held_back))]
 
     if given:
-        monkeypatch.setattr("trainer.step.replica.given_positions", all_positions)
+        monkeypatch.setattr("trainer.step.replica.positions_by_value", all_positions)
     trainer = Trainer(
         model=lambda: keras.Sequential([keras.Input([2]), Remat(), keras.layers.Dense(1)]),
         optimizer="sgd",

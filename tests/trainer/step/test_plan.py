@@ -56,23 +56,25 @@ def test_update_groups(alternate, groups):
     assert [objective.name for objective in plan.objectives] == ["first", "second"]
 
 
-def test_what_is_put_back_after_a_skip():
-    """Nothing of a Keras model is put back, because it is held back; free variables and those of a
-    module are. If groups alternate, so are the slots of their optimizers.
+def test_what_may_be_restored_after_a_skip():
+    """Nothing of a Keras model, because it is held back; given variables and those of a module; if
+    groups alternate, the slots of their optimizers.
     """
     kept = plan_of(keras_model())
     free = tf.Variable(1.0)
-    assert kept.undo == ()
-    assert [id(variable) for variable in plan_of(keras_model(), others=[free]).undo] == [id(free)]
+    assert kept.declared == ()
+    assert [id(variable) for variable in plan_of(keras_model(), others=[free]).declared] == [
+        id(free)
+    ]
 
     model = Pair()
     model.statistic = tf.Variable(0.0, trainable=False)
     plan = plan_of(model, optimizer=two_optimizers(), updates=Updates(alternate_optimizers=True))
-    undone = {id(variable) for variable in plan.undo}
+    updated = {id(variable) for variable in plan.updated}
     slots = [v for objective in plan.objectives for v in objective.optimizer.variables]
 
-    assert id(model.statistic) in undone
-    assert {id(variable) for variable in slots} <= undone
+    assert id(model.statistic) in {id(variable) for variable in plan.declared}
+    assert {id(variable) for variable in slots} <= updated
 
 
 def test_optimizers_are_built_with_an_average():

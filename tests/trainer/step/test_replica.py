@@ -9,7 +9,7 @@ from plans import Pair, keras_model, plan_of
 
 import scaling
 from trainer import Skips, Updates
-from trainer.step.replica import my_share, replica_step, taking_sums_alone
+from trainer.step.replica import my_share, recompute_in_branch, replica_step
 from trainer.step.types import StepInputs
 
 pytestmark = pytest.mark.sampled
@@ -84,7 +84,7 @@ def test_branches_that_take_the_sums_alone_find_the_same_bits(bound):
     def run():
         found = replica_step(inputs, group=plan.groups[0], plan=plan)
         lost = found._replace(gradients=None, evidence=found.evidence._replace(unscaled=None))
-        again = taking_sums_alone(lost, state, plan)
+        again = recompute_in_branch(lost, state, plan)
         return found.gradients, again.gradients, found.evidence, again.evidence
 
     first, again, evidence, evidence_again = plan.strategy.run(run)

@@ -6,37 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import copies
 
-from trainer.step.rollback import copies_of, read_copies, variables_in_reach, write_copies
-
-
-class Nested(tf.Module):
-    """Variables in attributes, containers and a module."""
-
-    def __init__(self):
-        """Creates them."""
-        super().__init__()
-        self.own = tf.Variable(1.0)
-        self.listed = [{"a": tf.Variable(2.0)}, keras.Variable(3.0)]
-        self.inner = tf.Module()
-        self.inner.shared = self.own
-        self.text = "nothing"
-
-
-def test_every_variable_in_reach_is_found_once():
-    """Variables of TensorFlow and Keras are found in attributes, containers, modules and generators,
-    each once; those that are held back are left out.
-    """
-    root, generator = Nested(), tf.random.Generator.from_seed(1)
-    free = tf.Variable(4.0)
-    found = variables_in_reach([root, {"b": [free, generator]}, free, 3, None], held_back=[])
-    expected = [root.own, root.listed[0]["a"], root.listed[1], free, generator.state]
-    ids = [id(variable) for variable in found]
-
-    assert len(ids) == len(set(ids))
-    assert set(map(id, expected)) <= set(ids)
-    assert {id(v) for v in variables_in_reach([root], held_back=[root.own])} & {
-        id(root.own)
-    } == set()
+from trainer.step.rollback import copies_of, read_copies, write_copies
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

@@ -1,0 +1,89 @@
+"""Finds what TensorFlow and Keras track: the variables that a run owns, saves and restores.
+
+Modules, layers, metrics and optimizers are entered, and lists, tuples and dicts in them. Other
+Python objects, closures and classes are not.
+"""
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+Variable: TypeAlias = keras.Variable | tf.Variable
+
+# Classes whose attributes may be, or hold, variables.
+HOLDERS = (
+    tf.Module,
+    tf.__internal__.tracking.AutoTrackable,
+    keras.Layer,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+    keras.losses.Loss,
+    keras.random.SeedGenerator,
+)
+LEAVES = (tf.Variable, keras.Variable, tf.Tensor)
+# Attributes in which Keras and TensorFlow keep records of their own.
+RECORDS = ("_self_", "_tracker", "_inbound_nodes", "_outbound_nodes", "_obj_reference_counts_dict")
+
+
+def tracked(*roots: Any) -> Iterator[Any]:
+    """Yields the objects that are tracked from some roots, the roots too, each once, nearest first.
+
+    Args:
+        roots: objects of any type. Those that cannot hold variables are yielded, and not entered.
+    """
+    queue = collections.deque(roots)
+    seen: dict[int, Any] = {}  # holds the objects, so that no id is used again
+    while queue:
+        item = queue.popleft()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        yield item
+        if isinstance(item, Mapping):  # the items of a container come next, in its place
+            queue.extendleft(reversed(list(item.values())))
+        elif isinstance(item, (list, tuple)):
+            queue.extendleft(reversed(list(item)))
+        elif isinstance(item, HOLDERS) and not isinstance(item, LEAVES):
+            own = vars(item).items()
+            queue.extend([value for name, value in own if not name.startswith(RECORDS)])
+            if isinstance(item, keras.metrics.Metric):
+                queue.extend(item.variables)
+
+
+def tracked_variables(roots: Iterable[Any], but: Iterable[Variable] = ()) -> list[Variable]:
+    """Returns the variables of TensorFlow and Keras that are tracked from some roots, each once.
+
+    A `keras.Variable` and the `tf.Variable` that holds its value are one variable.
+
+    Args:
+        roots: objects of any type.
+        but: variables to leave out.
+
+    Example:
+        >>> module = tf.Module()
+        >>> module.counts = {"seen": tf.Variable(0, name="seen")}
+        >>> [variable.name for variable in tracked_variables([module])]
+        ['seen:0']
+    """
+    known = {id(tensorflow_variable(variable)) for variable in but}
+    found: dict[int, Variable] = {}
+    for item in tracked(*roots):
+        if isinstance(item, (tf.Variable, keras.Variable)):
+            key = id(tensorflow_variable(item))
+            if key not in known and not isinstance(found.get(key), keras.Variable):
+                found[key] = item
+    return list(found.values())
+
+
+def tensorflow_variable(variable: Variable) -> tf.Variable:
+    """Returns the `tf.Variable` that holds a variable's value: for a `tf.Variable`, itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def name_of_variable(variable: Variable) -> str:
+    """Returns the name of a variable, with the path of its layer if it has one."""
+    return str(getattr(variable, "path", variable.name))
