@@ -94,7 +94,7 @@ def test_the_oldest_records_are_removed(tmp_path):
     """All records together stay within `max_records` and `max_record_bytes`."""
     records = run(tmp_path / "a")
     size = bytes_in(records[:1])
-    kept = run(tmp_path / "b", skips=Skips(max_record_bytes=int(1.5 * size)))
+    kept = run(tmp_path / "b", skips=Skips(max_records=2, max_record_bytes=int(1.5 * size)))
 
     assert names(records) == ["step-00000006", "step-00000008"]
     assert names(kept) == ["step-00000008"]
