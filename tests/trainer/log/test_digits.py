@@ -11,12 +11,3 @@ def test_a_number_can_be_read_back(value):
     for signed in (value, -value):
         assert float(format_number(signed)) == pytest.approx(signed, rel=0.01)
         assert len(format_number(signed)) <= 10
-
-
-def test_numbers_that_are_none():
-    """Zero and what is not finite are shown as such."""
-    assert [format_number(value) for value in (0.0, float("inf"), float("nan"))] == [
-        "0.0000",
-        "inf",
-        "nan",
-    ]

@@ -61,14 +61,6 @@ def test_the_table_by_variable(rows):
     assert len(lines) == 1 + 2 * 34
 
 
-def test_a_variable_belongs_to_the_innermost_layer():
-    """A layer inside another one is named, after the block that it is in."""
-    inner = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, name="inner")], name="block")
-    model = keras.Sequential([keras.Input([2]), inner], name="outer")
-
-    assert [(row.layer, row.kind) for row in variable_rows(model)] == [("block/inner", "Dense")] * 2
-
-
 def test_frozen_layers_and_sublayers_stand_apart():
     """A frozen block is marked, and layers of the same name in two blocks have rows of their own."""
     blocks = [

@@ -85,26 +85,6 @@ def test_a_quiet_run_without_a_folder_leaves_no_trace(tmp_path, capsys, monkeypa
     assert summary.checkpoint is None
 
 
-def test_every_step_can_have_a_log_line(tmp_path):
-    """With a log line after every step, the number of skipped steps rises only at skipped steps."""
-    rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
-    trainer = Linear(
-        precision="mixed_float16",
-        loss_scale=rule,
-        jit_compile=False,
-        model_dir=tmp_path / "a" / "b",
-        steps_per_loop=1,
-        log_interval=1,
-        skips=Skips(max_consecutive=4),
-        verbose=False,
-    )
-    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
-    trainer.train(arrays, steps=6, global_batch=4)
-
-    skipped = [line["skipped"] for line in split_lines(tmp_path / "a" / "b", "train")]
-    assert skipped == [1, 2, 3, 3, 3, 3]
-
-
 def test_retried_steps_leave_a_line(tmp_path):
     """And the record of the gradients knows what overflowed before the last attempt."""
     trainer = Linear(

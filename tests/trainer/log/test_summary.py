@@ -13,7 +13,6 @@ from trainer.log.history import BestResult
 from trainer.log.summary import (
     TrainSummary,
     check_metric_names,
-    format_bytes,
     power_of_two,
     summarize,
 )
@@ -125,15 +124,6 @@ def test_every_power_of_two_is_shown_exactly(exponent):
 def test_a_scale_between_powers_is_a_plain_number():
     """Reports hold numbers of NumPy."""
     assert power_of_two(np.float32(1000.0)) == "1000.0"
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (10**6, "1.0 MB"), (25 * 10**8, "2.5 GB")],
-)
-def test_bytes_have_decimal_units(number, text):
-    """The unit is the largest one that is not above the number."""
-    assert format_bytes(number) == text
 
 
 @pytest.mark.parametrize(

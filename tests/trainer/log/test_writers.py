@@ -64,17 +64,6 @@ def test_all_files_hold_the_same_numbers(tmp_path):
         assert {name: float(value) if value else None for name, value in row.items()} == line
 
 
-@pytest.mark.thorough
-def test_evaluations_have_files_of_their_own(tmp_path):
-    """Results of evaluations are in validation.csv and in TensorBoard's folder `validation`."""
-    train(tmp_path)
-    rows = csv_rows(tmp_path / "validation.csv")
-    curve = {int(row["step"]): float(row["loss"]) for row in rows}
-
-    assert list(curve) == [6, 12]
-    assert curves_of(tmp_path / "validation") == {"loss": curve}
-
-
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     """JSON has no NaN, so it is null; the cell of the CSV file is empty."""
     RunWriters(tmp_path).write_scalars("train", 1, {"loss": math.nan, "scale": 2.0})
@@ -159,17 +148,6 @@ def test_earlier_best_models_are_set_aside(tmp_path):
     assert (tmp_path / "previous-best" / "step-9").is_dir()
 
 
-def test_rewinding_touches_no_other_file(tmp_path):
-    """A user's own CSV files stay as they are, whatever is in them."""
-    writers = write_steps(tmp_path, range(1, 5))
-    own = "number,label\n1,cat\n9,dog\nnone,bird"
-    (tmp_path / "predictions.csv").write_text(own)
-    writers.rewind(2)
-
-    assert (tmp_path / "predictions.csv").read_text() == own
-    assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n2,0.5\n"
-
-
 @pytest.mark.parametrize("odd", ["[1, 2]", "{}", "", '{"step": "x", "split": "train"}', "\xbe\0"])
 def test_damaged_lines_are_kept_aside_and_told(tmp_path, caplog, odd):
     """They end no run; they are moved beside the log, and the rest stays."""
@@ -202,16 +180,6 @@ def test_a_rewind_that_changes_nothing_writes_nothing(tmp_path):
     writers.rewind(2)
 
     assert (tmp_path / "metrics.jsonl").stat().st_ino == before
-
-
-def test_files_are_described_if_they_exist(tmp_path):
-    """The text names the files that there are, and a command for each way to view them."""
-    writers = write_steps(tmp_path, [1])
-
-    assert writers.describe_files() == (
-        f"files in {tmp_path}: metrics.jsonl, train.csv\n"
-        f"view them with python -m trainer.report {tmp_path}, or tensorboard --logdir={tmp_path}"
-    )
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

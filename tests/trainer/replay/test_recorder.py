@@ -62,7 +62,7 @@ def test_a_state_in_bfloat16_is_written_back(tmp_path):
 
 @pytest.mark.thorough
 def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
-    """A record that would be larger than `max_record_bytes` is not written."""
+    """And a record that would be larger than `max_record_bytes` is not."""
     arguments = {"model_dir": tmp_path / "run", "verbose": False, "skips": Skips(max_records=9)}
     trainer = Linear(**arguments)
     trainer.train(slopes(np.inf, 1.0), steps=5, global_batch=2)

@@ -52,15 +52,6 @@ def test_a_picture_knows_its_size():
     assert imread(io.BytesIO(picture.png)).shape[:2] == (picture.height, picture.width)
 
 
-def test_a_title_is_not_parsed_as_a_formula():
-    """A metric's name with a dollar sign or a backslash is shown as it is."""
-    figure, [axes] = canvas.make_panels([1.0], top=0.3)
-    canvas.add_title(axes, "$\\frac$")
-
-    assert canvas.to_picture(figure, "a", "b").png
-    assert axes.get_title("left") == "$\\frac$"
-
-
 def test_a_legend_needs_labels():
     """Panels without labeled lines have no legend."""
     _, [axes] = canvas.make_panels([1.0], top=0.3)
