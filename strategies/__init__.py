@@ -9,12 +9,11 @@ from strategies.capabilities import (
     is_asynchronous,
     is_chief,
 )
-from strategies.checks import check_devices
 from strategies.cluster import find_cluster
 from strategies.collectives import agree, any_worker, from_chief, sum_gradients
 from strategies.division import Share, check_divisible, take, whole
 from strategies.factories import split_cpu
-from strategies.registry import create, names, register
+from strategies.registry import check_devices, create, names, register
 
 __all__ = [
     "Capabilities",

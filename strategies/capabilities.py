@@ -4,8 +4,6 @@ import dataclasses
 
 import tensorflow as tf
 
-from strategies.checks import check_strategy
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
@@ -39,9 +37,6 @@ def capabilities(strategy: tf.distribute.Strategy) -> Capabilities:
     Args:
         strategy: the strategy to describe.
 
-    Raises:
-        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
-
     Example:
         >>> found = capabilities(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
         >>> found.num_replicas, found.on_cpu, found.is_chief
@@ -49,7 +44,6 @@ def capabilities(strategy: tf.distribute.Strategy) -> Capabilities:
         >>> found.asynchronous, found.multi_worker, found.decides_in_replica
         (False, False, False)
     """
-    check_strategy(strategy, "Only a strategy has replicas.")
     return Capabilities(
         num_replicas=int(strategy.num_replicas_in_sync),
         asynchronous=is_asynchronous(strategy),
@@ -67,14 +61,10 @@ def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
     Args:
         strategy: the strategy that the workers run under.
 
-    Raises:
-        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
-
     Example:
         >>> is_asynchronous(tf.distribute.get_strategy())
         False
     """
-    check_strategy(strategy, "Only a strategy has workers.")
     return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
@@ -84,14 +74,10 @@ def has_workers(strategy: tf.distribute.Strategy) -> bool:
     Args:
         strategy: the strategy that the workers run under.
 
-    Raises:
-        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
-
     Example:
         >>> has_workers(tf.distribute.get_strategy())
         False
     """
-    check_strategy(strategy, "Only a strategy has workers.")
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
@@ -104,9 +90,6 @@ def exchanges_one_shape(strategy: tf.distribute.Strategy) -> bool:
 
     Args:
         strategy: the strategy that the replicas run under.
-
-    Raises:
-        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
 
     Example:
         >>> exchanges_one_shape(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
@@ -129,14 +112,10 @@ def decides_inside(strategy: tf.distribute.Strategy) -> bool:
     Args:
         strategy: the strategy that the replicas run under.
 
-    Raises:
-        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
-
     Example:
         >>> decides_inside(tf.distribute.get_strategy())
         False
     """
-    check_strategy(strategy, "Only a strategy has replicas.")
     return isinstance(strategy, tf.distribute.TPUStrategy)
 
 
@@ -146,14 +125,10 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
     Args:
         strategy: the strategy that the processes of the job run under.
 
-    Raises:
-        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
-
     Example:
         >>> is_chief(tf.distribute.get_strategy())
         True
     """
-    check_strategy(strategy, "Only a strategy has workers.")
     return bool(strategy.extended.should_checkpoint)
 
 

@@ -1,14 +1,12 @@
 """Agreement among replicas and workers: sums of gradients, verdicts and decisions to stop."""
 
-import numbers
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import tensorflow as tf
 
 from strategies.capabilities import exchanges_one_shape, has_workers
-from strategies.checks import as_tensor, check_count, check_reduce_dtype, check_strategy, shown
 
+REDUCE_DTYPES = ("float16", "bfloat16")  # in which gradients may be summed, besides their own
 Structure = TypeVar("Structure")  # any structure of tensors, None and tf.IndexedSlices
 Flag = TypeVar("Flag", bound=bool | tf.Tensor)
 
@@ -41,9 +39,7 @@ def sum_gradients(
         The same structure, shapes and dtypes.
 
     Raises:
-        RuntimeError: if called in cross-replica context.
-        TypeError: if a tensor is not numeric.
-        ValueError: for another `dtype`, or a `bucket_bytes` below 1.
+        ValueError: for another `dtype`, in which gradients would lose their fractions.
 
     Example:
         >>> @tf.function
@@ -57,12 +53,15 @@ def sum_gradients(
         >>> [float(result) for result in total(mirrored)]
         [3.0, 3.0]
     """
-    check_reduce_dtype("dtype", dtype)
-    if bucket_bytes is not None:
-        check_count("bucket_bytes", bucket_bytes, "It is the size of a bucket.")
-    context = _replica_context("sum_gradients")
+    if dtype not in (None, *REDUCE_DTYPES):
+        raise ValueError(f'`dtype` must be "float16", "bfloat16" or None; got {dtype!r}')
+    context = tf.distribute.get_replica_context()
     flat = tf.nest.flatten(gradients)
-    present = [_numeric(leaf) for leaf in flat if leaf is not None]
+    present = [
+        leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
+        for leaf in flat
+        if leaf is not None
+    ]
     if context.num_replicas_in_sync == 1:
         return gradients
     one_shape = exchanges_one_shape(context.strategy)
@@ -89,27 +88,11 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
     Returns:
         Shape (), bool: the same on every replica.
 
-    Raises:
-        RuntimeError: if called in cross-replica context.
-        TypeError: if `flag` is not bool.
-        ValueError: if `flag` is not a scalar.
-
     Example:
         >>> bool(agree(tf.constant(True)))
         True
     """
-    _replica_context("agree")
-    flag = as_tensor("flag", flag)
-    if flag.dtype != tf.bool:
-        raise TypeError(
-            f"`flag` must be a bool; got {flag.dtype.name}. Each replica votes yes or no. Pass for "
-            "instance scaling.all_finite(gradients)."
-        )
-    if flag.shape.rank not in (0, None):
-        raise ValueError(
-            f"`flag` must be a scalar; got shape {tuple(flag.shape)}. Each replica has one vote. "
-            "Pass for instance scaling.all_finite(gradients)."
-        )
+    flag = tf.convert_to_tensor(flag, tf.bool)
     against = sum_gradients(tf.cast(~flag, tf.float32))
     # Compare with 0 and not with 1, because several replicas can vote no at once.
     return tf.equal(against, 0.0)
@@ -127,28 +110,16 @@ def any_worker(flag: Flag, strategy: tf.distribute.Strategy) -> Flag:
     Returns:
         A bool if `flag` is a bool; otherwise a tensor of shape (), bool.
 
-    Raises:
-        TypeError: if `flag` is not a bool, or `strategy` is not a `tf.distribute.Strategy`.
-
     Example:
         >>> any_worker(True, tf.distribute.get_strategy())
         True
     """
-    is_tensor = (
-        isinstance(flag, tf.Tensor) and flag.dtype == tf.bool and flag.shape.rank in (0, None)
-    )
-    if not is_tensor and not isinstance(flag, bool | np.bool_):
-        raise TypeError(
-            f"`flag` must be True, False or a scalar bool tensor; got {shown(flag)}. Each worker "
-            "votes yes or no. Pass True or False."
-        )
-    check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):
         return flag
     # The cast is done in replica context to place the number on the device that sums it.
     total = strategy.run(lambda: sum_gradients(tf.cast(flag, tf.float32)))
     answer = strategy.experimental_local_results(total)[0] > 0
-    return cast("Flag", answer if is_tensor else bool(answer))
+    return cast("Flag", answer if tf.is_tensor(flag) else bool(answer))
 
 
 def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
@@ -157,23 +128,13 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
     Call it on every worker, eagerly (outside any `tf.function`).
 
     Args:
-        number: an int. Only the chief's value is used.
+        number: an int of at most 63 bits. Only the chief's value is used.
         strategy: the strategy that the workers run under.
-
-    Raises:
-        TypeError: if `number` is not an int of at most 63 bits, or `strategy` is not a
-            `tf.distribute.Strategy`.
 
     Example:
         >>> from_chief(7, tf.distribute.get_strategy())
         7
     """
-    if not isinstance(number, numbers.Integral) or isinstance(number, bool) or abs(number) >= 2**63:
-        raise TypeError(
-            f"`number` must be an int of at most 63 bits; got {shown(number)}. The chief's number "
-            "is sent to all workers as an int64. Pass for instance a step number."
-        )
-    check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):
         return number
 
@@ -182,18 +143,6 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
         return sum_gradients(tf.where(replica == 0, tf.constant(number, tf.int64), 0))
 
     return int(strategy.experimental_local_results(strategy.run(chief_value_or_zero))[0])
-
-
-def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
-    """Returns the current replica context, or raises RuntimeError in cross-replica context."""
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        raise RuntimeError(
-            f"`{caller}` must be called in replica context; got cross-replica context. "
-            "It combines one value from each replica. Call it inside the function passed to "
-            "strategy.run()."
-        )
-    return context
 
 
 def _of_one_shape(leaf: Any) -> Any:
@@ -229,15 +178,3 @@ def _as_dtype(leaf: Any, dtype: Any) -> Any:
     if isinstance(leaf, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(leaf.values, dtype), leaf.indices, leaf.dense_shape)
     return tf.cast(leaf, dtype)
-
-
-def _numeric(leaf: Any) -> Any:
-    """Returns a gradient as a tensor or `tf.IndexedSlices`; raises TypeError if it has no sum."""
-    sparse = isinstance(leaf, tf.IndexedSlices)
-    values = leaf.values if sparse else as_tensor("gradients", leaf)
-    if not (values.dtype.is_floating or values.dtype.is_integer):
-        raise TypeError(
-            f"`gradients` must contain only floats or integers; got {values.dtype.name}. The "
-            "values of all replicas are added. Use agree() for a bool."
-        )
-    return leaf if sparse else values

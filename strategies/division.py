@@ -6,21 +6,16 @@ is dropped: a short last batch gives shorter shares. A share that would be empty
 example instead, with weight 0, and its `examples` field is 0.
 """
 
-import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
-
-from strategies.checks import as_tensor, check_count, shown, static_shape
 
 # One component of a batch, of any dtype. None stays None in every part.
 Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | None"
 # A batch in the structure of the user's data; the first dimension of every tensor counts examples.
 Batch: TypeAlias = "Leaf | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
 Tree = TypeVar("Tree")
-
-MOST_PARTS = 2**30
 
 
 class Share(NamedTuple):
@@ -41,23 +36,14 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
             (global_batch, ...) if an example has several losses, such as one per token. Integers
             and bools are cast.
 
-    Raises:
-        ValueError: if the weights have no dimension.
-
     Example:
         >>> int(whole({"x": tf.zeros([5, 3])}, tf.ones([5])).examples)
         5
     """
-    weights = as_tensor("weights", weights)
+    weights = tf.convert_to_tensor(weights)
     if weights.dtype.is_integer or weights.dtype.is_bool:
         weights = tf.cast(weights, tf.float32)
-    shape = static_shape(weights)
-    if shape.rank == 0:
-        raise ValueError(
-            f"`weights` must have a dimension of examples; got shape {tuple(shape)}. Each example "
-            "has its own weight. Pass for instance tf.ones([global_batch])."
-        )
-    rows = shape[:1].num_elements()
+    rows = weights.shape[:1].num_elements()
     return Share(batch, weights, tf.shape(weights)[0] if rows is None else tf.constant(rows))
 
 
@@ -74,9 +60,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         The rows of that part. An empty part holds one row, a real example with weight 0.
 
     Raises:
-        TypeError: if `share` is not a `Share`.
-        ValueError: if `parts` is less than 1 or more than 2^30, `index` is not below `parts`, or
-            static shapes show a tensor without a row for each weight.
+        ValueError: if static shapes show a tensor without a row for each weight.
 
     Example:
         >>> share = whole(tf.range(7), tf.ones([7]))
@@ -86,33 +70,15 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         >>> last.batch.numpy().tolist(), last.weights.numpy().tolist(), int(last.examples)
         ([1], [0.0], 0)
     """
-    if not isinstance(share, Share):
-        raise TypeError(
-            f"`share` must be a Share; got {type(share).__name__}. A Share holds the examples "
-            "together with their weights. Pass strategies.whole(batch, weights) or the result of "
-            "take()."
-        )
-    check_count("parts", parts, "The share is divided into this many parts.")
-    if parts > MOST_PARTS:
-        raise ValueError(
-            f"`parts` must be at most 2^30; got {shown(parts)}. Examples are counted in int32. "
-            "Divide the share into fewer parts."
-        )
-    if not _is_index(index, parts):
-        raise ValueError(
-            f"`index` must be an int from 0 to parts - 1 = {parts - 1}, or an int32 tensor; got "
-            f"{shown(index)}. Parts are counted from 0. Pass the index of a replica or microbatch."
-        )
     if parts == 1:
         return share
     rows = static_shape(share.weights)[:1]
     if not all(static_shape(each)[:1].is_compatible_with(rows) for each in tensors_in(share.batch)):
         raise ValueError(
-            f"`batch` must have one row per example in every tensor to be divided; got "
-            f"{shapes_in(share.batch)} and {rows[0]} examples"
+            f"`batch` must have one row per example in every tensor; got {shapes_in(share.batch)} "
+            f"and {rows[0]} examples"
         )
-    is_tensor = isinstance(index, tf.Tensor | tf.Variable)
-    index = tf.cast(index, tf.int32) if is_tensor else int(index)  # counts of examples are int32
+    index = tf.cast(index, tf.int32) if tf.is_tensor(index) else int(index)  # as counts are
     known = tf.get_static_value(share.examples)
     if known and known % parts == 0:
         return _equal_part(share, index, int(known) // parts)
@@ -130,14 +96,6 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     )
 
 
-def _is_index(index: Any, parts: int) -> bool:
-    """Returns whether `index` is an int below `parts`, or a scalar tensor of ints."""
-    if isinstance(index, tf.Tensor | tf.Variable):
-        return index.dtype in (tf.int32, tf.int64) and index.shape.rank in (0, None)
-    is_int = isinstance(index, numbers.Integral) and not isinstance(index, bool)
-    return is_int and 0 <= index < parts
-
-
 def first_row(examples: tf.Tensor, index: int | tf.Tensor, parts: int) -> tf.Tensor:
     """Returns where part `index` of `parts` begins among the examples: shape (), int32."""
     return index * (examples // parts) + tf.minimum(index, examples % parts)
@@ -153,6 +111,14 @@ def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:
         return tf.slice(tensor, [index * size, *[0] * inner], [size, *[-1] * inner])
 
     return Share(tf.nest.map_structure(cut, share.batch), cut(share.weights), tf.constant(size))
+
+
+def static_shape(tensor: Any) -> tf.TensorShape:
+    """Returns the static shape of a tensor; the shape of a Python number or other object is ()."""
+    try:
+        return tf.TensorShape(getattr(tensor, "shape", ()))
+    except TypeError:  # something else has this name
+        return tf.TensorShape(())
 
 
 def cut_rows(tree: Tree, start: int | tf.Tensor, stop: int | tf.Tensor) -> Tree:
@@ -234,20 +200,11 @@ def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int)
         num_replicas: number of replicas that the batch is divided over.
         num_microbatches: number of microbatches that each replica divides its share into.
 
-    Raises:
-        ValueError: if there are fewer examples than replicas x microbatches, or an argument is
-            not an int of at least 1.
-
     Example:
         >>> check_divisible(64, num_replicas=2, num_microbatches=4)
     """
-    check_count("global_batch", global_batch, "A batch has this many examples.")
-    check_count("num_replicas", num_replicas, "Each replica takes a share of the batch.")
-    check_count("num_microbatches", num_microbatches, "Each share is divided into microbatches.")
     if global_batch < num_replicas * num_microbatches:
         raise ValueError(
-            "`global_batch` must be at least replicas x microbatches = "
-            f"{shown(num_replicas)} x {shown(num_microbatches)}; got {shown(global_batch)}. A "
-            "microbatch would be empty on every step. Use a larger batch, or fewer replicas or "
-            "microbatches."
+            f"`global_batch` must be at least {num_replicas} replicas x {num_microbatches} "
+            f"microbatches; got {global_batch}"
         )

@@ -26,8 +26,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO, NamedTuple
 
-from strategies.checks import shown
-
 # Time between SIGTERM and SIGKILL, so that a process can finish writing a checkpoint.
 GRACE_SECS = 30.0
 MAX_RESTARTS = 3  # restarts allowed per worker, in a job with parameter servers
@@ -231,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.ps < 0:
         parser.error(f"--ps must be at least 0; got {chosen.ps}")
     if not pathlib.Path(chosen.script).is_file():
-        parser.error(f"SCRIPT must be an existing file; got {shown(chosen.script)}")
+        parser.error(f"SCRIPT must be an existing file; got {chosen.script!r}")
     command = [sys.executable, "-u", chosen.script, *chosen.flags]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character

@@ -1,12 +1,10 @@
 """Strategies by name: `create` makes one, and `register` adds one of your own."""
 
-import difflib
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from strategies import factories, tpu
-from strategies.checks import check_devices, shown
 
 # Takes the caller's device names, or None, in which case the factory chooses the devices.
 Factory = Callable[[Sequence[str] | None], tf.distribute.Strategy]
@@ -35,7 +33,6 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
         A new `tf.distribute.Strategy`; for "default", TensorFlow's current strategy.
 
     Raises:
-        TypeError: if `devices` is not a list.
         ValueError: if `name` is not registered, the strategy cannot use `devices`, or a device, its
             TPU or its job is not found.
 
@@ -45,13 +42,8 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
         >>> create("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
         2
     """
-    if not isinstance(name, str) or name not in _FACTORIES:
-        near = difflib.get_close_matches(shown(name).strip("'"), names(), n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Add your own with strategies.register()."
-        raise ValueError(
-            f"`strategy` must be one of {', '.join(names())}; got {shown(name)}. No other name "
-            f"is registered. {hint}"
-        )
+    if name not in _FACTORIES:
+        raise ValueError(f"`strategy` must be one of {', '.join(names())}; got {name!r}")
     made = _FACTORIES[name](devices)
     check_devices(made)
     return made
@@ -66,7 +58,6 @@ def register(name: str, factory: Factory) -> None:
             `tf.distribute.Strategy`.
 
     Raises:
-        TypeError: if `name` is not a string or `factory` is not callable.
         ValueError: if a strategy of that name is already registered.
 
     Example:
@@ -74,22 +65,8 @@ def register(name: str, factory: Factory) -> None:
         >>> create("last_cpu").num_replicas_in_sync
         1
     """
-    if not isinstance(name, str):
-        raise TypeError(
-            f"`name` must be a string; got {shown(name)}. The name is passed to create() and to "
-            'Trainer(strategy=). Pass for instance "my_strategy".'
-        )
-    if not callable(factory):
-        raise TypeError(
-            f"`factory` must be a function of devices; got {type(factory).__name__}. create() "
-            "calls it to make a new strategy each time. Pass for instance lambda devices: "
-            "tf.distribute.MirroredStrategy(devices)."
-        )
     if name in _FACTORIES:
-        raise ValueError(
-            f"`name` must be new; got {shown(name)}. A strategy of that name is already "
-            f"registered. Choose a name other than {', '.join(names())}."
-        )
+        raise ValueError(f"`name` must be new; got {name!r}")
     _FACTORIES[name] = factory
 
 
@@ -101,3 +78,40 @@ def names() -> list[str]:
         ['default', 'one_device', 'mirrored']
     """
     return list(_FACTORIES)
+
+
+def check_devices(strategy: tf.distribute.Strategy) -> None:
+    """Raises an error if a replica's device is not one of this process.
+
+    TensorFlow would place the operations of a single missing GPU on the CPU without a word, and
+    would wait forever for several. Devices of other processes are not looked for, nor TPUs, which
+    TensorFlow lists when it connects to them.
+
+    Args:
+        strategy: the strategy to check. Its devices are initialized.
+
+    Raises:
+        ValueError: if a device is missing.
+
+    Example:
+        >>> check_devices(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    """
+    try:
+        devices = strategy.extended.worker_devices
+    except RuntimeError:  # TensorFlow's default strategy has no devices
+        return
+    local = [name_of(device) for device in devices if device.startswith("/job:localhost/")]
+    present = [name_of(device.name) for device in tf.config.list_logical_devices()]
+    missing = [each for each in local if each not in present and not each.startswith("TPU")]
+    if missing:
+        raise ValueError(f"`strategy` must use devices of {', '.join(present)}; got {missing[0]}")
+
+
+def name_of(device: str) -> str:
+    """Returns the short name of a device.
+
+    Example:
+        >>> name_of("/job:localhost/replica:0/task:0/device:GPU:1")
+        'GPU:1'
+    """
+    return device.rpartition("/device:")[2]

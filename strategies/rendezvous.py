@@ -69,10 +69,7 @@ def wait_for_all(addresses: dict[str, str], task: str) -> None:
             now = time.monotonic()
             if now - start > WAIT_SECS:
                 raise TimeoutError(
-                    f"Waited {WAIT_SECS:.0f} s for {absent} without an answer. Training begins "
-                    "once all processes of the job have started. Start the missing processes; if "
-                    "they are running, read their output and check that this machine can connect "
-                    "to their addresses."
+                    f"waited {WAIT_SECS:.0f} s for {absent}: no process answers there"
                 )
             if now - last_warning > WARN_INTERVAL_SECS:
                 last_warning = now

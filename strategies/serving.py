@@ -90,9 +90,7 @@ def wait_for_chief(chief: str, name: str, signals: StopRequests) -> None:
             sys.exit(EXIT_CODE)
         if now - start > WAIT_SECS:
             raise TimeoutError(
-                f"Waited {WAIT_SECS:.0f} s for the chief at {chief} without an answer. A "
-                "parameter server or worker only serves the chief, which runs the training. Start "
-                f"the chief; if it is running, check that {name} can connect to its address."
+                f"waited {WAIT_SECS:.0f} s for the chief at {chief}: {name} gets no answer"
             )
         if now - last_warning > WARN_INTERVAL_SECS:
             last_warning = now
@@ -125,9 +123,8 @@ def wait_for_end(chief: str, name: str, signals: StopRequests) -> int:
             logging.info("The chief at %s has ended, and %s with it.", chief, name)
             return 0
         logging.error(
-            "The chief at %s has not answered for %.0f s, so %s ends. The chief's process is "
-            "stopped, or its machine cannot be reached. End it, then run the same command in all "
-            "processes again to continue from its newest checkpoint.",
+            "The chief at %s has not answered for %.0f s, so %s ends. Start all processes again to "
+            "continue from the newest checkpoint.",
             chief,
             SILENT_SECS,
             name,

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from absl import logging
 
 # The first task on each node listens on this port, the second on the next one, and so on.
 PORT = 8888
@@ -29,37 +28,15 @@ def tasks_of_step() -> tuple[list[str], int, list[Any]]:
     The tasks on a node divide its GPUs among themselves, unless Slurm has bound each to its own.
 
     Raises:
-        ValueError: if variables that Slurm sets for a step are missing or contradict each other, or
-            if the GPUs cannot be divided.
+        ValueError: if variables that Slurm sets for a step contradict each other, or if the GPUs
+            cannot be divided.
+        KeyError: if such a variable is missing.
     """
-    try:
-        places = places_of_tasks(variable("STEP_NODELIST"), variable("STEP_TASKS_PER_NODE"))
-        index = number("PROCID")
-        check_place(places, index)
-        gpus = own_gpus(places, index)
-    except (ValueError, RuntimeError) as error:
-        found = {name: value for name, value in os.environ.items() if name.startswith(STEP)}
-        raise ValueError(
-            f"Cannot find the other tasks of this Slurm step: {str(error).rstrip('.')}. The "
-            f"environment has {found}. Start the tasks with srun, or set TF_CONFIG."
-        ) from error
+    nodes, counts = os.environ[f"{STEP}NODELIST"], os.environ[f"{STEP}TASKS_PER_NODE"]
+    places, index = places_of_tasks(nodes, counts), int(os.environ["SLURM_PROCID"])
+    check_place(places, index)
+    gpus = own_gpus(places, index)
     return [f"{node}:{PORT + offset}" for node, offset in places], index, gpus
-
-
-def variable(name: str) -> str:
-    """Returns an environment variable of Slurm's, or raises ValueError."""
-    value = os.environ.get(f"SLURM_{name}")
-    if not value:
-        raise ValueError(f"SLURM_{name} is not set")
-    return value
-
-
-def number(name: str) -> int:
-    """Returns the number in an environment variable of Slurm's, or raises ValueError."""
-    value = variable(name)
-    if not re.fullmatch("[0-9]+", value):
-        raise ValueError(f"SLURM_{name} is {value!r}, and not a number")
-    return int(value)
 
 
 def places_of_tasks(nodes: str, tasks_per_node: str) -> list[tuple[str, int]]:
@@ -81,10 +58,10 @@ def places_of_tasks(nodes: str, tasks_per_node: str) -> list[tuple[str, int]]:
     for part in tasks_per_node.split(","):
         found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if not found:
-            raise ValueError(f"{part!r} is not a number of tasks, such as 2(x3)")
+            raise ValueError(f"`{STEP}TASKS_PER_NODE` must be like 2(x3); got {part!r}")
         counts += [int(found[1])] * int(found[2] or 1)
     if len(names) != len(counts):
-        raise ValueError(f"{nodes} are {len(names)} nodes, and {tasks_per_node} is for others")
+        raise ValueError(f"`{STEP}NODELIST` must have {len(counts)} nodes; got {nodes}")
     return [
         (name, offset) for name, count in zip(names, counts, strict=True) for offset in range(count)
     ]
@@ -113,14 +90,12 @@ def expanded(part: str) -> Iterator[str]:
     before, bracket, rest = part.partition("[")
     inside, closed, after = rest.partition("]")
     if not bracket:
-        if not part or "]" in part:
-            raise ValueError(f"{part!r} is not the name of a node")
         yield part
         return
     for numbers in inside.split(","):
         ends = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", numbers)
         if not ends or not closed:
-            raise ValueError(f"{part!r} is not a list of nodes, such as n[1-3,7]")
+            raise ValueError(f"`{STEP}NODELIST` must be like n[1-3,7]; got {part!r}")
         for each in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
             name = f"{before}{each:0{len(ends[1])}}"
             yield from expanded(name + after) if after else [name]
@@ -132,16 +107,14 @@ def check_place(places: Sequence[tuple[str, int]], index: int) -> None:
     This is so with --distribution=block, Slurm's default. With others no process knows where all
     tasks are.
     """
-    if len(places) != (tasks := number("STEP_NUM_TASKS")):
-        raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks}, and the nodes have {len(places)} tasks")
-    if index >= len(places):
-        raise ValueError(f"SLURM_PROCID is {index}, and there are {len(places)} tasks")
+    if len(places) != int(os.environ[f"{STEP}NUM_TASKS"]):
+        raise ValueError(f"`{STEP}NUM_TASKS` must be {len(places)}, as its nodes have")
     node, offset = places[index]
     here, local = os.environ.get("SLURMD_NODENAME", node), os.environ.get("SLURM_LOCALID", offset)
     if (here, str(local)) != (node, str(offset)):
         raise ValueError(
-            f"task {index} is number {local} on {here}, and should be number {offset} on {node}. "
-            "Tasks must fill one node after the other: use srun --distribution=block"
+            f"task {index} must be number {offset} on {node}; got {local} on {here}: "
+            "use srun --distribution=block"
         )
 
 
@@ -161,31 +134,12 @@ def own_gpus(places: Sequence[tuple[str, int]], index: int) -> list[Any]:
     share = asked or len(gpus) // largest
     own = gpus[offset * share : (offset + 1) * share]
     if not own:
-        raise ValueError(
-            f"{largest} tasks on a node see {len(gpus)} GPUs. If Slurm has bound a GPU to each "
-            "task, say so with --gpus-per-task=1"
-        )
-    here = [node for node, _ in places].count(places[index][0])
-    if left := len(gpus) - here * share:
-        logging.warning(
-            "%d of the %d GPUs of this node are used by no task. All tasks of a job have the same "
-            "number, here %d.",
-            left,
-            len(gpus),
-            share,
-        )
+        raise ValueError(f"{largest} tasks on a node see {len(gpus)} GPUs: use --gpus-per-task=1")
     tf.config.set_visible_devices(own, "GPU")
     return own
 
 
 def count_gpus(name: str) -> int:
-    """Returns the number of GPUs in a variable of Slurm's, such as "2" or "a100:2"; 0 if unset.
-
-    Raises:
-        ValueError: if the variable is not of that form.
-    """
+    """Returns the number of GPUs in a variable of Slurm's, such as "2" or "a100:2"; 0 if unset."""
     value = os.environ.get(f"SLURM_{name}") or "0"
-    counts = [part.rpartition(":")[2] for part in value.split(",")]
-    if not all(re.fullmatch("[0-9]+", count) for count in counts):
-        raise ValueError(f"SLURM_{name} is {value!r}, and not a number of GPUs")
-    return sum(map(int, counts))
+    return sum(int(part.rpartition(":")[2]) for part in value.split(","))

@@ -58,24 +58,10 @@ def test_any_replica_can_veto(mirrored, on_replicas, replicas):
         assert [pattern == 0] * replicas == [bool(answer) for answer in answers]
 
 
-@pytest.mark.parametrize(
-    ("call", "argument"), [(strategies.agree, True), (strategies.sum_gradients, [1.0])]
-)
-def test_agreements_need_replica_context(mirrored, call, argument):
-    """In cross-replica context the error says where to call the function."""
-    with mirrored(2).scope(), pytest.raises(RuntimeError) as error:
-        call(argument)
-    assert str(error.value) == (
-        f"`{call.__name__}` must be called in replica context; got cross-replica context. It combines one "
-        "value from each replica. Call it inside the function passed to strategy.run()."
-    )
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, -1])
-def test_a_bucket_holds_at_least_a_byte(bucket_bytes):
-    """A bucket without a size is refused before anything is summed."""
-    with pytest.raises(ValueError, match="`bucket_bytes`"):
-        strategies.sum_gradients([1.0], bucket_bytes=bucket_bytes)
+def test_gradients_are_not_summed_as_integers():
+    """They would lose their fractions."""
+    with pytest.raises(ValueError, match=r"^`dtype`"):
+        strategies.sum_gradients([1.5], "int32")
 
 
 def test_a_sum_of_three_has_one_order(mirrored):

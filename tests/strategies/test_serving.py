@@ -81,13 +81,8 @@ def test_a_chief_that_never_comes(monkeypatch, signals, caplog):
     monkeypatch.setattr(serving, "WAIT_SECS", 0.2)
     monkeypatch.setattr(serving, "WARN_INTERVAL_SECS", 0.1)
     chief = f"127.0.0.1:{free_ports(1)[0]}"
-    with pytest.raises(TimeoutError) as error:
+    with pytest.raises(TimeoutError, match=f"the chief at {chief}"):
         serving.wait_for_chief(chief, "ps 0", signals)
-    assert str(error.value) == (
-        f"Waited 0 s for the chief at {chief} without an answer. A parameter server or worker only "
-        "serves the chief, which runs the training. Start the chief; if it is running, check that "
-        "ps 0 can connect to its address."
-    )
     assert f"Still waiting for the chief at {chief} after 0 s." in caplog.text
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:

@@ -11,16 +11,10 @@ import tensorflow as tf
 import strategies
 from strategies import tpu
 
-DEVICES = "/physical_device:CPU:0"
-
 
 def message(address, reason):
     """Returns the error message for an address without a TPU."""
-    return (
-        f"Found no TPU at {address!r}: {reason}. The devices of this machine are {DEVICES}. Check "
-        "that the TPU is running and that the address is its name, local or grpc://HOST:PORT. To "
-        'train without a TPU, use the strategy "mirrored" and leave out the address (--tpu).'
-    )
+    return f"found no TPU at {address!r}: {reason}"
 
 
 @pytest.fixture
@@ -122,9 +116,8 @@ def test_this_machine_has_no_tpu(monkeypatch, devices):
     monkeypatch.delenv("TPU_NAME", raising=False)
     found, seconds = error_of(devices)
 
-    reason = found.partition("'local': ")[2].partition(". The devices of")[0]
-    assert found == message("local", reason)
-    assert "No OpKernel was registered" in reason
+    assert found.startswith("found no TPU at 'local': ")
+    assert "No OpKernel was registered" in found
     assert seconds < 20
 
 
@@ -133,7 +126,7 @@ def test_an_unknown_name(monkeypatch):
     monkeypatch.setattr(tpu, "TIMEOUT_SECS", 10.0)
     found, seconds = error_of(["my-tpu"])
 
-    assert found.startswith("Found no TPU at 'my-tpu': ")
+    assert found.startswith("found no TPU at 'my-tpu': ")
     assert seconds < 20
 
 
@@ -151,10 +144,3 @@ def test_the_first_line_of_a_long_reason_is_shown():
     error = tpu.not_found("my-tpu", "\nNo such TPU.\nTraceback:\n")
 
     assert str(error) == message("my-tpu", "No such TPU")
-
-
-@pytest.mark.parametrize("devices", ["local", [], ["a", "b"], 5, [5]])
-def test_one_address_in_a_list(devices):
-    """The address of a TPU is given as a list of one string."""
-    with pytest.raises(ValueError, match="`devices`"):
-        strategies.create("tpu", devices)

@@ -5,8 +5,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 import strategies
-from strategies.checks import static_shape
-from strategies.division import count_examples, cut_rows, known_examples, shapes_in
+from strategies.division import count_examples, cut_rows, known_examples, shapes_in, static_shape
 from trainer.step.losses import assert_shapes
 from trainer.step.microbatch import (
     Contribution,

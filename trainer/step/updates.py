@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scaling.base.argument_checks import is_integer, is_number, shown
-from strategies.checks import REDUCE_DTYPES
+from strategies.collectives import REDUCE_DTYPES
 from trainer.base.fields import check_fields, checked, choice, count, switch
 
 # A smaller bound is 0 in float32. With a larger one, the product of a gradient and the bound, which
