@@ -1112,8 +1112,8 @@ class Trainer(Task):
             largest output; otherwise None.
 
         Raises:
-            TypeError, ValueError: if `path` names another kind of file; if the model is not a Keras
-                model; or if the predictions differ by more than 32 times the machine epsilon.
+            TypeError, ValueError: if `path` names another kind of file, or if the predictions
+                differ by more than 32 times the machine epsilon.
         """
         self._check_started("export")
         check_export(path, precision)

@@ -674,20 +674,3 @@ def test_a_label_out_of_range_is_a_forward_cause_under_xla():
 
     for part in ("step 4", "forward", "0 inf, 4 NaN", "2^15", "a label that is no class"):
         assert part in str(error.value)
-
-
-def test_only_a_keras_model_is_exported():
-    """A module cannot be exported, because it has no layers to write."""
-
-    class Line(tf.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = tf.Variable([[1.0]])
-
-        def __call__(self, x):
-            return x @ self.weight
-
-    trainer = make(model=Line)
-    trainer.predict(X, global_batch=4)
-    with pytest.raises(TypeError, match="`export`"):
-        trainer.export("model.keras")
