@@ -264,7 +264,9 @@ def make_trainer(
         "jit_compile": BOOLS.get(flag_values.jit_compile, flag_values.jit_compile),
     }
     for name, group in GROUPS.items():
-        from_flags[name] = group_of(name, arguments.pop(name, group()), flag_values)
+        chosen = group_of(name, arguments.pop(name, group()), flag_values)
+        if chosen != group():  # a subclass may choose its own
+            from_flags[name] = chosen
     made = trainer_class(**from_flags | arguments)
     if flag_values.model_dir and made.is_chief and flag_values.mode in TRAINING_MODES:
         model_dir = local_path(flag_values.model_dir)
@@ -290,6 +292,7 @@ def group_of(name: str, given: Any, flag_values: flags.FlagValues) -> Any:
         flag, own = f"{name}.{field.name}", getattr(given, field.name)
         if flag in flag_values and own == field.default:
             value = flag_values[flag].value
+            value = tuple(value) if field.default == () else value
             # 0 and an empty text stand for None; 0.0 is refused where it bounds something.
             empty = not value and not isinstance(value, float)
             values[field.name] = None if empty and type(None) in get_args(field.type) else value

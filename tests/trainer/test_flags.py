@@ -51,9 +51,7 @@ def test_every_flag_reaches_the_trainer():
     assert (made.num_microbatches, made.steps_per_loop, made.log_interval) == (2, 7, 14)
     assert made.updates == Updates(global_clipnorm=0.5, ema_momentum=0.9)
     assert made.skips == Skips("retry", 40, "raise", 9, "hold")
-    assert made.checkpoints == Checkpoints(
-        interval=21, max_to_keep=2, allow_changes=[], init_from_skip=[]
-    )
+    assert made.checkpoints == Checkpoints(interval=21, max_to_keep=2)
     assert (made.jit_compile, made.seed, made.model_dir) == (False, 3, None)
 
 
@@ -70,10 +68,22 @@ def test_flags_that_say_more_than_a_value(tmp_path):
     made = make_trainer(Linear, values)
 
     assert made.checkpoints.max_to_keep is None
-    assert made.checkpoints.allow_changes == ["seed"]
+    assert made.checkpoints.allow_changes == ("seed",)
     assert made.monitoring.profile_steps == [3, 9]
     assert made.monitoring.divergence == Divergence(loss_above=100.0, window=7)
     assert make_trainer(Linear, parse()).monitoring.divergence is None
+
+
+def test_a_subclass_may_choose_its_own_group():
+    """A group is passed on only if a flag or the script says more than its defaults."""
+
+    class Retrying(Linear):
+        def __init__(self, **arguments):
+            super().__init__(skips=Skips(on_overflow="retry"), **arguments)
+
+    assert make_trainer(Retrying, parse()).skips.retries == 40
+    with pytest.raises(TypeError, match="multiple values"):
+        make_trainer(Retrying, parse("--skips.max_retries=3"))
 
 
 # Fields that no flag can hold: dicts, and a group in a group, which has flags of its own.
