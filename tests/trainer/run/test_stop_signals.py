@@ -391,34 +391,6 @@ def test_a_forked_process_handles_its_own_signals():
     assert stop.received is None
 
 
-@pytest.mark.thorough
-def test_a_run_stops_even_if_its_output_is_closed(tmp_path, monkeypatch):
-    """A process that reads the run's output, such as `tee`, gets the same signal and may end first.
-    The run is still saved and exits with code 75.
-    """
-    reading, writing = os.pipe()
-
-    class Struck(signalled_run.SignalledRun):
-        def on_train_begin(self):
-            os.close(reading)
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
-
-    trainer = Struck(model_dir=tmp_path, checkpoints=Checkpoints(data_resume="skip"))
-    gone = os.fdopen(writing, "w")
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", gone)
-        try:
-            with pytest.raises(SystemExit) as raised:
-                trainer.train(data(), steps=5)
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                gone.close()
-
-    assert newest_checkpoint(tmp_path) == 0
-    assert raised.value.code == 75
-
-
 @pytest.mark.parametrize("reader", ["gone", "asleep"])
 def test_a_second_signal_ends_a_process_that_cannot_print(reader):
     """The process exits even if the reader of its standard error has ended or does not read."""
