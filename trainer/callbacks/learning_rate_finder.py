@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from trainer.callbacks.callback import Callback
-from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
 from trainer.callbacks.stuck import TrainingStuckError
+from trainer.callbacks.weights import optimizers_of
 
 SMOOTHING = 0.9  # momentum of the moving average of losses
 TOO_HIGH = 4.0  # a loss that is this many times the best one ends the search
@@ -37,10 +37,6 @@ class Sweep(Callback):
         self.used: list[float] = []
         self.losses: list[float] = []
         self._mean = 0.0
-
-    def on_train_begin(self) -> None:
-        """Raises ValueError unless the learning rate is a number."""
-        check_rates_are_numbers(self.trainer, "find_learning_rate")
 
     def is_due(self, before: int, step: int) -> bool:
         """Returns True: the report is needed after each step."""
@@ -89,8 +85,9 @@ def find_learning_rate(
         steps: the number of steps.
 
     Raises:
-        ValueError: if the trainer was made without the settings, has a model_dir, or an optimizer
-            with a schedule; if too few steps could be applied.
+        ValueError: if the trainer was made without the settings or has a model_dir; if too few
+            steps could be applied.
+        TypeError: by Keras, if the optimizer has a schedule.
 
     Example:
         >>> import functools, keras, numpy as np

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainer.callbacks.monitored import Monitored
-from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
+from trainer.callbacks.weights import optimizers_of
 
 
 class ReduceLROnPlateau(Monitored):
@@ -23,8 +23,7 @@ class ReduceLROnPlateau(Monitored):
         min_lr: the learning rate is not made smaller than this.
 
     Raises:
-        ValueError: for an argument that is not allowed; and by `train`, if a schedule decides the
-            learning rate.
+        ValueError: for an argument that is not allowed.
     """
 
     needs_training = True
@@ -49,10 +48,6 @@ class ReduceLROnPlateau(Monitored):
         self.cooldown = cooldown
         self.min_lr = min_lr
         self.wait = self.cooldown_counter = 0
-
-    def on_train_begin(self) -> None:
-        """Raises ValueError unless all learning rates are numbers."""
-        check_rates_are_numbers(self.trainer, "ReduceLROnPlateau")
 
     def take_value(self, step: int, value: float) -> None:
         """Counts a value, and reduces the learning rates after too many without improvement."""

@@ -1,14 +1,22 @@
-"""Copies of a model's weights in memory, and the callback that keeps the best ones."""
+"""A trainer's optimizers, copies of its weights in memory, and the callback that keeps the best."""
 
 from typing import Any
 
+import keras
 import numpy as np
 
 from trainer.callbacks.monitored import Monitored
-from trainer.callbacks.optimizers import optimizers_of
 from trainer.checkpoint.warm_start import weights_of
 from trainer.keras_compat import averages_of
+from trainer.step.objective import single_optimizers
 from trainer.step.types import Variable
+
+
+def optimizers_of(trainer: Any) -> list[keras.optimizers.Optimizer]:
+    """Returns all optimizers of a trainer, those in a `MultiOptimizer` one by one."""
+    given = trainer.optimizer
+    outer = given.values() if isinstance(given, dict) else [given]
+    return [one for optimizer in outer for one in single_optimizers(optimizer)]
 
 
 def evaluated_variables(trainer: Any) -> list[Variable]:

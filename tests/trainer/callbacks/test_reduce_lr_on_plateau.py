@@ -1,6 +1,5 @@
 """ReduceLROnPlateau: a smaller learning rate when a number no longer improves."""
 
-import keras
 import pytest
 from helpers import Linear, slopes
 
@@ -38,20 +37,6 @@ def test_without_patience_each_value_that_is_no_better_counts(patience):
     summary = line.train(FLAT, 4, global_batch=1, eval_data=FLAT, eval_interval=1)
 
     assert summary.history["learning_rate"].tolist() == [1.0, 1.0, 0.5, 0.25]
-
-
-def test_a_schedule_is_refused():
-    """A schedule would overrule the reduction."""
-    line = Linear(
-        callbacks=[ReduceLROnPlateau("loss")],
-        optimizer=None,
-        verbose=False,
-    )
-    line.build_optimizer = lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
-    )
-    with pytest.raises(ValueError, match="`optimizer` must have a number"):
-        line.train(FLAT, 1, global_batch=1)
 
 
 def test_a_factor_is_below_1():

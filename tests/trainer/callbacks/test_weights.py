@@ -9,6 +9,7 @@ from helpers import Linear, slopes
 
 from trainer import Trainer
 from trainer.callbacks import BestWeights
+from trainer.callbacks.weights import optimizers_of
 from trainer.keras_compat import averages_of
 
 
@@ -53,3 +54,18 @@ def test_layers_unfrozen_after_the_best_value():
     assert np.array_equal(frozen.kernel, kept)
     averages = {id(weight): average for weight, average in averages_of(line.optimizer)}
     assert np.array_equal(averages[id(frozen.kernel)], kept)
+
+
+class Holder:
+    """Stands for a trainer."""
+
+    def __init__(self, optimizer):
+        """Holds it."""
+        self.optimizer = optimizer
+
+
+def test_every_optimizer_counts_once():
+    """Those of a dict, and those inside a MultiOptimizer."""
+    one, two = keras.optimizers.SGD(), keras.optimizers.Adam()
+    assert optimizers_of(Holder(one)) == [one]
+    assert optimizers_of(Holder({"a": one, "b": two})) == [one, two]
