@@ -20,7 +20,7 @@ class ArrayCopies:
     """Copies of arrays in any structure.
 
     Args:
-        data: the arrays; the first dimension of each indexes the examples. None is kept.
+        data: the arrays; the first dimension of each indexes the examples.
         global_batch: the batch size.
         shuffle_seed: seed for a new order in every pass; None keeps the order.
         one_shape: whether the spec of the batches says their size, if all have the same.
@@ -33,9 +33,7 @@ class ArrayCopies:
         self.global_batch = global_batch
         self.shuffle_seed = shuffle_seed
         with tf.device("CPU"):
-            self.tensors = tf.nest.map_structure(
-                lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
-            )
+            self.tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
         self._one_shape = one_shape
 
     def batches_from(self, first_pass: int) -> tf.data.Dataset:
@@ -62,12 +60,10 @@ class ArrayCopies:
     @property
     def examples(self) -> int:
         """Number of examples."""
-        return int(present(self.tensors)[0].shape[0])
+        return int(tf.nest.flatten(self.tensors)[0].shape[0])
 
     def _rows(self, rows: tf.Tensor) -> Batch:
-        return tf.nest.map_structure(
-            lambda array: None if array is None else tf.gather(array, rows), self.tensors
-        )
+        return tf.nest.map_structure(lambda array: tf.gather(array, rows), self.tensors)
 
     def hold(self, data: Any) -> bool:
         """Returns whether the arrays still have the values of the copies.
@@ -76,7 +72,7 @@ class ArrayCopies:
         does not let anybody write to, cannot have changed.
         """
         pairs = zip(tf.nest.flatten(self.tensors), tf.nest.flatten(data), strict=True)
-        return all(leaf is None or is_constant(leaf) or same(copy, leaf) for copy, leaf in pairs)
+        return all(is_constant(leaf) or same(copy, leaf) for copy, leaf in pairs)
 
 
 def is_constant(array: Any) -> bool:
@@ -147,8 +143,3 @@ def shuffled(examples: int, seed: int, number: int | tf.Tensor) -> tf.Tensor:
     seeds = tf.stack([tf.constant(seed, tf.int64), tf.cast(number, tf.int64)])
     # Traced once per process: a pipeline of new arrays is then made in less time.
     return _shuffled(tf.constant(examples, tf.int64), seeds)
-
-
-def present(data: Any) -> list[Any]:
-    """Returns the components of a batch or of arrays, without None."""
-    return [leaf for leaf in tf.nest.flatten(data) if leaf is not None]

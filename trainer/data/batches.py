@@ -16,7 +16,7 @@ import strategies
 from strategies.division import count_examples, known_examples
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
-from trainer.data.array_copies import ArrayCopies, present
+from trainer.data.array_copies import ArrayCopies
 from trainer.data.reader import Reader, untuned
 from trainer.data.source import Source
 from trainer.data.sources import is_arrow, is_source, source_of
@@ -52,6 +52,11 @@ class Batches:
         dataset = self.arrays.batches_from(first_pass)
         return dataclasses.replace(self, dataset=dataset, first_pass=first_pass)
 
+    def sized(self) -> "Batches":
+        """Returns the same batches, all of which must have the size of the first."""
+        dataset = of_one_size(self.dataset, self.global_batch)
+        return dataclasses.replace(self, dataset=dataset, one_size=True)
+
     def endless(self) -> tf.data.Dataset:
         """Returns the batches again and again, with the next two fetched ahead."""
         if self.reader:
@@ -82,7 +87,11 @@ def batches(
     The first batch of a pipeline is read once in advance.
 
     Args:
-        data: as for `batches_of_any_size`.
+        data: a `tf.data.Dataset` batched to the global batch; or a function of a
+            `tf.distribute.InputContext` that returns a dataset batched to
+            `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
+            first dimension indexes the examples; or what Python reads batch by batch: see
+            `sources.source_of`.
         argument: name of the user's argument, for errors.
         strategy: the strategy whose replicas will share each batch.
         global_batch: the batch size for arrays; None for other data.
@@ -97,40 +106,6 @@ def batches(
     Raises:
         TypeError, ValueError: if the data has another type, is empty or is not batched.
     """
-    found = batches_of_any_size(
-        data, argument, strategy, global_batch, shuffle_seed, first_pass, whole=whole
-    )
-    if not one_size or found.arrays:
-        return found
-    dataset = of_one_size(found.dataset, found.global_batch)
-    return dataclasses.replace(found, dataset=dataset, one_size=True)
-
-
-def batches_of_any_size(
-    data: Data,
-    argument: str,
-    strategy: tf.distribute.Strategy,
-    global_batch: int | None,
-    shuffle_seed: int | None,
-    first_pass: int,
-    *,
-    whole: bool,
-) -> Batches:
-    """Makes a dataset of global batches, of which the last may be smaller; see `batches`.
-
-    Args:
-        data: a `tf.data.Dataset` batched to the global batch; or a function of a
-            `tf.distribute.InputContext` that returns a dataset batched to
-            `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
-            first dimension indexes the examples; or what Python reads batch by batch: see
-            `sources.source_of`.
-        argument: as for `batches`.
-        strategy: as for `batches`.
-        global_batch: as for `batches`.
-        shuffle_seed: as for `batches`.
-        first_pass: as for `batches`.
-        whole: as for `batches`.
-    """
     if needs_batch_size(data):
         check_count("global_batch", global_batch)
     elif global_batch is not None:
@@ -141,30 +116,44 @@ def batches_of_any_size(
         made = made_pipeline(data)
         if made is None:
             source = source_of(data, global_batch, shuffle_seed)
-            return read_batches(source, argument, whole=whole)
+            found = read_batches(source, argument, whole=whole)
+            return found.sized() if one_size else found
         data = made
-    arrays = None
     if are_arrays(data):
         # No more than all examples are taken, however large the number: TensorFlow counts to 2^63.
         size = min(cast("int", global_batch), 2**62)
-        one_shape = strategies.capabilities(strategy).one_shape
-        for leaf in present(data):
-            check_no_mask(leaf, argument)
-        arrays = ArrayCopies(as_arrays(data), size, shuffle_seed, one_shape=one_shape)
-        rows_in(present(arrays.tensors), argument)
-        dataset = arrays.batches_from(first_pass)
-    elif isinstance(data, tf.data.Dataset):
+        return of_arrays(data, argument, strategy, size, shuffle_seed, first_pass)
+    if isinstance(data, tf.data.Dataset):
         dataset = data
     else:
         dataset = _from_function(cast("DatasetFunction", data), argument, strategy)
-    first = arrays.first_from(first_pass) if arrays else _first(dataset, argument)
+    first, length = _first(dataset, argument), int(dataset.cardinality())
     rows = rows_in(first, argument, whole=whole)
-    cardinality = -(-arrays.examples // rows) if arrays else int(dataset.cardinality())
+    found = Batches(dataset, first, rows, steps_per_epoch=length if length >= 0 else None)
+    return found.sized() if one_size else found
+
+
+def of_arrays(
+    data: Data,
+    argument: str,
+    strategy: tf.distribute.Strategy,
+    global_batch: int,
+    shuffle_seed: int | None,
+    first_pass: int,
+) -> Batches:
+    """Makes a dataset of global batches from copies of arrays; see `batches`."""
+    for leaf in tf.nest.flatten(data):
+        check_no_mask(leaf, argument)
+    one_shape = strategies.capabilities(strategy).one_shape
+    arrays = ArrayCopies(as_arrays(data), global_batch, shuffle_seed, one_shape=one_shape)
+    rows_in(arrays.tensors, argument)
+    first = arrays.first_from(first_pass)
+    rows = rows_in(first, argument)
     return Batches(
-        dataset=dataset,
+        dataset=arrays.batches_from(first_pass),
         first=first,
         global_batch=rows,
-        steps_per_epoch=cardinality if cardinality >= 0 else None,
+        steps_per_epoch=-(-arrays.examples // rows),
         arrays=arrays,
         first_pass=first_pass,
     )
