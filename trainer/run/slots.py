@@ -178,11 +178,7 @@ def add_slots(
     if left:
         undo()
         raise ValueError(
-            "`optimizer` must keep its slots in lists, one entry for each variable, to train more "
-            f"variables than it was built for; got {type(optimizer).__name__}, whose variable "
-            f"{left[0].path!r} was not found in one. Its value would be lost. Continue with a new "
-            "trainer and a new optimizer: Trainer(model=lambda: trainer.model, "
-            "strategy=trainer.strategy, optimizer=..., ...)."
+            f"`optimizer` must keep slots in lists to train more variables; got {left[0].path!r}"
         )
     values = read_copies([before for before, _ in pairs], trainer.strategy)
     write_copies([after for _, after in pairs], values, trainer.strategy)
