@@ -205,8 +205,14 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def model_entries(model: Any, policy: str) -> Fingerprint:
-    """Returns the entries of a model: of its layers and, if it is functional, of its operations."""
+def model_entries(model: Any, policy: str, *, graphs: bool = True) -> Fingerprint:
+    """Returns the entries of a model.
+
+    Args:
+        model: the model.
+        policy: as for `fingerprint`.
+        graphs: whether to say how models call their layers, which takes as long as all the rest.
+    """
     if not isinstance(model, keras.Layer):
         return entries("model", type(model))
     inputs = keras.layers.InputLayer
@@ -219,7 +225,8 @@ def model_entries(model: Any, policy: str) -> Fingerprint:
         place = at.get(id(layer), "model")
         found |= entries(place, type(layer))
         with contextlib.suppress(Exception):  # a user's class may return anything
-            found |= entries(place, layer_config(layer), names)
+            if graphs or not isinstance(layer, keras.Model):
+                found |= entries(place, layer_config(layer), names)
     # A layer that can be trained, and has the policy of the run, is the usual case.
     usual = {"trainable": "True", "dtype": policy}
     return {at: text for at, text in found.items() if usual.get(at.rpartition(".")[2]) != text}

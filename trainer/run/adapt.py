@@ -16,7 +16,15 @@ from absl import logging
 from trainer.base.tracking import name_of_variable
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
-from trainer.fingerprint import Fingerprint, diff, fingerprint, replaced, select
+from trainer.fingerprint import (
+    Fingerprint,
+    diff,
+    entries_of,
+    fingerprint,
+    model_entries,
+    replaced,
+    select,
+)
 from trainer.keras_compat import keep_rate_tracked, learning_rate_setting, recompute_constants
 from trainer.run.build import (
     checkpoint_folder,
@@ -74,7 +82,8 @@ def setup_of(plan: StepPlan, trainer: "Trainer") -> Setup:
     optimizers = [one for each in plan.objectives for one in optimizers_in(each.optimizer)]
     rates = tuple((one, learning_rate_setting(one)) for one in optimizers)
     places = {f"optimizer[{at}]": one for at, one in enumerate(optimizers)}
-    declared = fingerprint(plan.model, places, trainer.precision.policy)
+    layers = model_entries(plan.model, trainer.precision.policy, graphs=False)
+    declared = layers | entries_of(places)
     for at, (_, rate) in enumerate(rates):
         if isinstance(rate, keras.Variable):  # its value is part of the state
             declared.pop(f"optimizer[{at}].learning_rate", None)
