@@ -136,7 +136,7 @@ class WithEpochs(Linear):
         (
             lambda _: Linear(checkpoints=Checkpoints(best_metric="auc")),
             slopes(1.0, 2.0),
-            "`best_metric` must be a result",
+            "`best_metric` must be one of",
         ),
     ],
 )
