@@ -12,13 +12,11 @@ from absl import logging
 
 import scaling
 import strategies
-from trainer.base.argument_checks import check_choice
 from trainer.data.batches import Batches
 from trainer.run.build import parts_of_plan, where_xla_is_needed
 from trainer.run.parts import Parts
 from trainer.step.plan import compiled_as
 from trainer.step.xla import (
-    COMPILE_MODES,
     WITH_PASSES,
     check_compile_mode,
     layers_without_xla,
@@ -51,9 +49,8 @@ def initial_compile_mode(
     hundreds of times slower than XLA. Those are float16, and bfloat16 without AVX-512.
 
     Raises:
-        ValueError: if `jit_compile` is not a compile mode, or the strategy does not allow it.
+        ValueError: if the strategy does not allow the mode.
     """
-    check_choice("jit_compile", jit_compile, ("auto", *COMPILE_MODES))
     if jit_compile != "auto":
         check_compile_mode(jit_compile, strategy)
         return jit_compile
