@@ -13,10 +13,10 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
+from scaling.base.argument_checks import check_integer
 from trainer.base.argument_checks import (
     as_python,
     check_choice,
-    check_count,
     check_path,
     check_seed,
     check_writable,
@@ -271,7 +271,7 @@ class Trainer(Task):
             warn_of_other_policy(self.precision)
         self.model_dir = resolve_folder(model_dir)
         for name in ("num_microbatches", "steps_per_loop", "log_interval"):
-            check_count(name, arguments[name])
+            check_integer(name, arguments[name], 1)
         self.num_microbatches = as_python(num_microbatches)
         self.steps_per_loop, self.log_interval = as_python(steps_per_loop), as_python(log_interval)
         check_choice("jit_compile", jit_compile, ("auto", *COMPILE_MODES))

@@ -1,4 +1,7 @@
-"""Argument checks for several packages. Each error names the argument and says what to pass."""
+"""Checks of the trainer's own kinds of arguments: paths, seeds, choices, results of methods.
+
+Those of numbers and switches stand in `scaling/base/argument_checks.py`.
+"""
 
 import contextlib
 import os
@@ -12,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import (
-    check_integer,
     did_you_mean,
     is_integer,
     shown,
@@ -20,20 +22,15 @@ from scaling.base.argument_checks import (
 from trainer.base.atomic_files import make_folder
 
 
-def check_count(name: str, value: object) -> None:
-    """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
-    check_integer(name, value, 1)
-
-
 def as_python(value: Any) -> Any:
-    """Returns an int or float of NumPy as one of Python, and any other value as it is.
+    """Returns a bool, int or float of NumPy as one of Python, and any other value as it is.
 
     Example:
         >>> import numpy as np
         >>> as_python(np.int64(3)), as_python("three")
         (3, 'three')
     """
-    return value.item() if isinstance(value, np.integer | np.floating) else value
+    return value.item() if isinstance(value, np.bool_ | np.integer | np.floating) else value
 
 
 def as_returned_tensor(name: str, value: Any, what: str) -> tf.Tensor:
@@ -70,15 +67,6 @@ def as_returned_loss(value: Any, what: str) -> tf.Tensor:
             "to float32 before the loss."
         )
     return tf.cast(loss, tf.float32)
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raises TypeError, naming the argument, unless `value` is True or False.
-
-    This check is stricter than its namesake in `scaling`, which also takes NumPy's bools.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False; got {shown(value)}")
 
 
 def check_seed(seed: object, bits: int = 32) -> None:

@@ -24,8 +24,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import check_integer, is_number, shown
-from trainer.base.argument_checks import as_python, check_bool, check_choice
+from scaling.base.argument_checks import check_bool, check_integer, is_number, shown
+from trainer.base.argument_checks import as_python, check_choice
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
 

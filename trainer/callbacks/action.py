@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trainer.base.argument_checks import check_count
+from scaling.base.argument_checks import check_integer
 from trainer.callbacks.callback import Callback
 from trainer.loop.inner import next_multiple
 
@@ -44,7 +44,7 @@ class Action(Callback):
                 f"{every_secs!r}"
             )
         if every_steps is not None:
-            check_count("every_steps", every_steps)
+            check_integer("every_steps", every_steps, 1)
         if every_secs is not None and not every_secs > 0:
             raise ValueError(f"`every_secs` must be positive; got {every_secs}")
         self.call = call

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.base.argument_checks import check_count
+from scaling.base.argument_checks import check_integer
 from trainer.step.report import StepReport
 
 
@@ -55,8 +55,8 @@ class Divergence:
             raise ValueError("`loss_above` or `rise` must be given; got None for both")
         if self.rise is not None and not self.rise > 1.0:
             raise ValueError(f"`rise` must be above 1; got {self.rise}")
-        check_count("window", self.window)
-        check_count("max_recoveries", self.max_recoveries)
+        check_integer("window", self.window, 1)
+        check_integer("max_recoveries", self.max_recoveries, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
+from scaling.base.argument_checks import check_integer
 from strategies.division import count_examples, known_examples
-from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
 from trainer.data.array_copies import ArrayCopies
 from trainer.data.reader import Reader, untuned
@@ -107,7 +107,7 @@ def batches(
         TypeError, ValueError: if the data has another type, is empty or is not batched.
     """
     if needs_batch_size(data):
-        check_count("global_batch", global_batch)
+        check_integer("global_batch", global_batch, 1)
     elif global_batch is not None:
         raise ValueError(
             f"`global_batch` must be None unless `{argument}` is arrays; got {global_batch}"
@@ -274,13 +274,13 @@ def check_length(steps: int | None, epochs: int | None, found: Batches) -> None:
             `epochs` is given and the length of an epoch is unknown.
     """
     if steps is not None and epochs is None:
-        check_count("steps", steps)
+        check_integer("steps", steps, 1)
         return
     if epochs is None or steps is not None:
         raise ValueError(
             f"`steps` must be given if and only if `epochs` is None; got {steps!r} and {epochs!r}"
         )
-    check_count("epochs", epochs)
+    check_integer("epochs", epochs, 1)
     if found.steps_per_epoch is None:
         raise ValueError(
             f"`epochs` must be None if the length of the dataset is unknown; got {epochs}: pass "

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from trainer.base.argument_checks import check_count
+from scaling.base.argument_checks import check_integer
 from trainer.data.batches import Batches, are_arrays, batches, check_ends, needs_batch_size
 
 EvalData: TypeAlias = dict[str, Batches]  # keyed by name; a single data set has the name ""
@@ -47,7 +47,7 @@ def read_eval_data(
     """
     name, steps = limit or ("", None)
     if steps is not None:
-        check_count(name, steps)
+        check_integer(name, steps, 1)
     named = data if is_named(data, like) else {"": data}
     found = {}
     for key, one in named.items():
@@ -133,7 +133,7 @@ def check_schedule(
     """Raises ValueError for arguments of `train` about evaluation that would have no effect."""
     for name, count in (("eval_interval", eval_interval), ("eval_steps", eval_steps)):
         if count is not None:
-            check_count(name, count)
+            check_integer(name, count, 1)
             if eval_data is None:
                 raise ValueError(f"`{name}` must be None without `eval_data`; got {count}")
     if evaluate_at_start and eval_data is None:

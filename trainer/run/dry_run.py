@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from trainer.base.argument_checks import check_count
+from scaling.base.argument_checks import check_integer
 from trainer.base.tracking import tracked_variables
 from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
@@ -145,7 +145,7 @@ def dry_run(
 
 def check_overfit_steps(steps: Any) -> None:
     """Raises ValueError unless `steps` is a count of steps whose losses fit into memory."""
-    check_count("steps", steps)
+    check_integer("steps", steps, 1)
     if steps > MOST_OVERFIT_STEPS:
         raise ValueError(
             f"`steps` must be at most {MOST_OVERFIT_STEPS:,} for overfit_one_batch; got {steps}"

@@ -19,7 +19,8 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
-from trainer.base.argument_checks import check_count, check_writable
+from scaling.base.argument_checks import check_integer
+from trainer.base.argument_checks import check_writable
 from trainer.callbacks.callback import Callback
 from trainer.checkpoint import folder
 from trainer.checkpoint.best import Best
@@ -283,7 +284,7 @@ def check_follower(
     if model_dir is None:
         raise ValueError("`model_dir` must be given for evaluate_continuously; got None")
     if last_step is not None:
-        check_count("last_step", last_step)
+        check_integer("last_step", last_step, 1)
     if trained:
         raise ValueError("`evaluate_continuously` must be called on a trainer that has not trained")
     if strategies.capabilities(strategy).several_processes:

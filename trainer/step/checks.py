@@ -10,12 +10,10 @@ import keras
 import tensorflow as tf
 
 import scaling
-from scaling.base.argument_checks import shown
+from scaling.base.argument_checks import check_bool, check_integer, shown
 from strategies.division import count_examples, known_examples, tensors_in
 from trainer.base.argument_checks import (
     as_returned_tensor,
-    check_bool,
-    check_count,
 )
 from trainer.base.tracking import name_of_variable, tensorflow_variable, tracked
 from trainer.keras_compat import all_layers, built_for, owners_of
@@ -351,7 +349,7 @@ def check_bools(**flags: object) -> None:
 def check_counts(**counts: object) -> None:
     """Raises ValueError, naming the argument, unless every argument is an int of at least 1."""
     for name, count in counts.items():
-        check_count(name, count)
+        check_integer(name, count, 1)
 
 
 WRONG_WEIGHTS = "`example_weights` must return one weight per example; got"

@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
 from trainer.base.trace_apart import is_apart
 from trainer.keras_compat import all_layers, replaced_calls
@@ -81,8 +80,7 @@ def convert_to_float8(
         The paths of the layers that were converted.
 
     Raises:
-        TypeError: if `model`, `layers` or `rule` is something else.
-        ValueError: if the model has not been built, or if no layer was converted.
+        ValueError: if no layer was converted, as of a model that has not been built.
 
     Source:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, sections 3 and 4,
@@ -98,7 +96,6 @@ def convert_to_float8(
         >>> model.layers[1].quantization_mode
         'float8'
     """
-    check_arguments(model, layers, rule)
     rule = DelayedScaling() if rule is None else rule
     candidates = in_order_of_weights(
         [layer for layer in all_layers(model) if can_convert(layer)], model
@@ -107,12 +104,9 @@ def convert_to_float8(
         large_and_inner(model, candidates) if layers is None else list(filter(layers, candidates))
     )
     if not chosen:
+        names = [layer.path for layer in candidates[:4]]
         raise ValueError(
-            f"`layers` must choose a layer that can compute in float8; got none in {model.name!r}, "
-            f"of {listed(candidates)}. By default, the first and the last layer with weights are "
-            f"left out, and those whose sizes are not multiples of {MULTIPLE}. Choose layers with "
-            "convert_to_float8(model, layers=lambda layer: ...), or pass "
-            'precision="mixed_bfloat16".'
+            f"`layers` must choose a float8 layer of {model.name!r}; got none of {names}"
         )
     for layer in chosen:
         source = layer.dtype_policy.name
@@ -128,50 +122,13 @@ def ensure_float8(model: Model, strategy: tf.distribute.Strategy) -> None:
     """Converts a model that has no float8 layers yet, for `precision="mixed_float8"`.
 
     Raises:
-        TypeError, ValueError: what `convert_to_float8` raises, or if the strategy is asynchronous.
+        ValueError: what `convert_to_float8` raises, or if the strategy is asynchronous.
     """
     if strategies.capabilities(strategy).asynchronous:
-        raise ValueError(
-            '`precision` must not be "mixed_float8" with a parameter server; got '
-            f"{type(strategy).__name__}. The scales follow the largest magnitude over all workers "
-            'in a step, and its workers take no steps together. Pass precision="mixed_bfloat16".'
-        )
+        # Its workers take no steps together, so that there is no maximum over them.
+        raise ValueError('`precision` must not be "mixed_float8" with a parameter server')
     if not isinstance(model, keras.Layer) or not any(map(is_float8, all_layers(model))):
         convert_to_float8(model)
-
-
-def check_arguments(model: object, layers: object, rule: object) -> None:
-    """Raises TypeError or ValueError for arguments that `convert_to_float8` cannot use."""
-    if not isinstance(model, keras.Layer):
-        raise TypeError(
-            f"`model` must be a keras.Model; got {type(model).__name__}. The layers that can "
-            "compute in float8 are those of Keras. In a tf.Module, cast with quantize() and "
-            "dequantize() of scaling.float8."
-        )
-    if not model.built:
-        raise ValueError(
-            f"`model` must have been built; got {model.name!r}, which has no variables yet. The "
-            "scales belong to layers whose sizes are known. Call the model once, or begin it with "
-            "keras.Input."
-        )
-    if layers is not None and not callable(layers):
-        raise TypeError(
-            f"`layers` must be a function, layer -> bool, or None; got {shown(layers)}. It says "
-            'which layers to convert. Pass lambda layer: "head" not in layer.path, for example.'
-        )
-    if rule is not None and not isinstance(rule, DelayedScaling):
-        raise TypeError(
-            f"`rule` must be a DelayedScaling of scaling.float8, or None; got {shown(rule)}. It "
-            "moves the scales of float8 tensors. A loss scale is given to the trainer, as "
-            "loss_scale=."
-        )
-
-
-def listed(layers: Sequence[keras.Layer]) -> str:
-    """Returns the names of the first layers, for an error."""
-    names = [layer.path for layer in layers[:4]]
-    more = len(layers) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "") if names else "no candidates"
 
 
 def can_convert(layer: keras.Layer) -> bool:
@@ -240,16 +197,12 @@ def check_float8_layers(model: Model, strategy: tf.distribute.Strategy) -> None:
     trained = [layer.path for layer in layers if layer.trainable]
     if trained and strategies.capabilities(strategy).asynchronous:
         raise ValueError(
-            f"`model` must have no float8 layers with a parameter server; got {trained[0]!r}. The "
-            "scales follow the largest magnitude over all workers in a step, and its workers take "
-            "no steps together. Leave out quantize(), or use another strategy."
+            f"`model` must have no float8 layers with a parameter server; got {trained[0]!r}"
         )
     adapted = [layer.path for layer in layers if layer.lora_enabled]
     if adapted:
         raise ValueError(
-            f"`model` must have no adapters (LoRA) in its float8 layers; got {adapted[0]!r}. "
-            "Keras's float8 products have no place for them. Call enable_lora() before the model "
-            "is converted: the layer then stays in bfloat16."
+            f"`model` must have no adapters (LoRA) in its float8 layers; got {adapted[0]!r}"
         )
 
 
@@ -285,10 +238,8 @@ def called_once(model: Model, product: Product) -> Iterator[None]:
     repeated = [layer.path for layer in layers if calls[id(layer), threading.get_ident()] > 1]
     if repeated:
         raise ValueError(
-            f"`model` must call each float8 layer once in a pass; got {repeated[0]!r}, which is "
-            "called again or in a loop. Each call finds a new scale, and TensorFlow would add "
-            "them. Call the model once, with all inputs in one batch, or leave this layer in "
-            "bfloat16: convert_to_float8(model, layers=lambda layer: ...)."
+            f"`model` must call each float8 layer once in a pass; got several calls of "
+            f"{repeated[0]!r}"
         )
 
 
