@@ -61,6 +61,7 @@ def pytest_configure(config):
 
 # Slow files start first, so that none of them runs alone at the end.
 FIRST = (
+    "bits/test_bits.py",
     "laws/test_workers.py",
     "strategies/test_workers.py",
     "trainer/loop/test_parameter_server.py",
@@ -97,7 +98,6 @@ NOT_QUICK = (
     "strategies/test_tpu.py",
     "strategies/test_workers.py",
     "trainer/base/test_autograph.py",
-    "trainer/base/test_keras_compat.py",
     "trainer/step/test_attempt.py",
     "trainer/step/test_attempt_in_replica.py",
     "trainer/step/test_batch_norm.py",
