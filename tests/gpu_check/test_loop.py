@@ -43,7 +43,7 @@ def traced_loop(made=SmallImages, **settings):
         concrete = parts.run_steps.get_concrete_function(iter(BATCHES), tf.constant(1))
     kept = parts.pending
     rows = [] if CARD in kept._device else [kept._rows]
-    return concrete, [*rows, kept._waits, kept._waiting, kept._free, parts.stop]
+    return concrete, [*rows, kept._waits, parts.stop]
 
 
 # What the host always waits for: whether the run goes on; and whether the loop does, which TensorFlow
