@@ -114,7 +114,7 @@ class CheckpointSaver:
         if chosen < 0:
             return None
         path = self._model_dir / f"{PREFIX}-{chosen}"
-        facts = intact[1] if intact and intact[0] == path else read_chosen(path)
+        facts = intact[1] if intact and intact[0] == path else folder.read_manifest(path)
         if self._keeps_files:
             for late in later:
                 remove_folder(late)
@@ -387,20 +387,6 @@ def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
     )
 
 
-def read_chosen(path: pathlib.Path) -> Facts:
-    """Returns `run.json` of the checkpoint that the chief restores.
-
-    Raises:
-        ValueError: if this worker cannot read it.
-    """
-    try:
-        return folder.read_manifest(path)
-    except folder.DamagedError as error:
-        raise ValueError(
-            f"`model_dir` must be on a disk that all workers share; got {path.parent}: {error}"
-        ) from error
-
-
 def move_to_disk(path: pathlib.Path) -> None:
     """Moves the files of a folder in memory to the folder of the same name on disk."""
     in_memory = f"{IN_MEMORY}{path}"
@@ -422,11 +408,9 @@ def newest_intact(
         ValueError: if there are checkpoints, but all of them are damaged.
     """
     damaged = []
-    for step, path in reversed(found.items()):
+    for path in reversed(found.values()):
         try:
             facts = read_while_written(path)
-            if argument == "model_dir":
-                check_name(step, path, facts)
         except folder.DamagedError as error:
             logging.error("Skipping damaged checkpoint %s: %s.", path.name, error)
             damaged.append(str(error))
@@ -437,13 +421,6 @@ def newest_intact(
     raise ValueError(
         f"`{argument}` must hold an undamaged checkpoint, or none; got {'; '.join(damaged)}"
     )
-
-
-def check_name(step: int, path: pathlib.Path, facts: Facts) -> None:
-    """Raises DamagedError if a checkpoint's folder is named after another step than it holds."""
-    held = facts.get("step", step)
-    if held != step:
-        raise folder.DamagedError(f"{path} holds step {held}: the folder was renamed")
 
 
 def read_while_written(path: pathlib.Path) -> Facts:

@@ -155,14 +155,6 @@ class History:
             for split, rows in self._rows.items()
         }
 
-    def counts(self, step: int, begun: int | None = None) -> dict[str, int]:
-        """Returns for each split how many steps have numbers that `rewind` would keep."""
-        ends = last_steps(step, begun)
-        return {
-            split: len({row.step for row in rows if row.step <= ends[split]})
-            for split, rows in self._rows.items()
-        }
-
     def read(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replaces the history by that of the lines of a `metrics.jsonl`, in which null is NaN."""
         self._rows = {split: [] for split in PREFIXES}

@@ -203,11 +203,6 @@ class RunLog:
         steps = concatenate(self._reports) if self.pending else None
         return None if steps is None else steps._asdict()
 
-    def lines_up_to(self, step: int) -> dict[str, int]:
-        """Returns how many log lines and evaluations a resumed run finds at a step."""
-        begun = next((int(each.step[0]) for each in self._reports if each.step.shape[0]), None)
-        return self.history.counts(step, begun)
-
     @property
     def any_applied(self) -> bool:
         """Whether a step since the last log line was applied. Call `read` first."""

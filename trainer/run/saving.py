@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from absl import logging
 
 import strategies
 from trainer.callbacks.callback import keys_of
@@ -129,7 +128,6 @@ class RunSaver:
         unknown = self.restore_callbacks()
         checkpoints.resumed = True
         log.rewind(step, trainer.model_dir, self.saved_interval())
-        warn_of_lost_lines(saved["lines"], log.lines_up_to(step))
         log.say(f"going on from step {step} ({checkpoints.latest})")
         if unknown:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
@@ -180,7 +178,6 @@ class RunSaver:
             "evaluation_due": self.evaluation_due,
             "callbacks": states,
             "interval": split(self._log.unfinished(), arrays) if self._log else None,
-            "lines": self._log.lines_up_to(step) if self._log else None,
             **facts_of(self._parts.slots, self._trainer),
         }
 
@@ -252,22 +249,3 @@ class RunSaver:
             "jit_compile": trainer.jit_compile,
             **self._position.facts(),
         }
-
-
-def warn_of_lost_lines(saved: Mapping[str, int] | None, found: Mapping[str, int]) -> None:
-    """Warns if lines of `metrics.jsonl` are gone from which a resumed run takes its history.
-
-    Args:
-        saved: what `RunLog.lines_up_to` returned when the checkpoint was written; None without a
-            log.
-        found: what it returns now.
-    """
-    if saved is None:
-        return
-    lost = {split: count - found[split] for split, count in saved.items()}
-    if any(count > 0 for count in lost.values()):
-        logging.warning(
-            "metrics.jsonl lacks %d log lines and %d evaluations of the run; its history, too",
-            lost["train"],
-            lost["validation"],
-        )

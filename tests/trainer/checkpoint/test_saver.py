@@ -412,19 +412,6 @@ def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
     assert folder.read_manifest(tmp_path / "ckpt-6")["step"] == 6
 
 
-def test_a_renamed_checkpoint_is_skipped(tmp_path, caplog):
-    """Its name would pass for a later step of the run."""
-    Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False).train(
-        slopes(1.0), steps=4, global_batch=1
-    )
-    (tmp_path / "ckpt-4").rename(tmp_path / "ckpt-9")
-    resumed = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False)
-    resumed.train(slopes(1.0), steps=4, global_batch=1)
-    assert resumed.totals.attempted == 4
-    path = tmp_path / "ckpt-9"
-    assert f"Skipping damaged checkpoint ckpt-9: {path} holds step 4: the folder" in caplog.text
-
-
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path):
     """Starting over would overwrite files that may still be recoverable."""
     trainer = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=1), verbose=False)
@@ -529,13 +516,6 @@ def test_another_model_or_optimizer_is_refused(tmp_path, before, model, optimize
     train(linear_model, before)
     with pytest.raises(ValueError, match=f"`model_dir`.*{found}"):
         train(model, optimizer)
-
-
-def test_a_worker_that_cannot_read_the_chiefs_choice_says_so(tmp_path):
-    """The chief chooses the checkpoint for all workers; one with another disk does not go on."""
-    path = tmp_path / "ckpt-1"
-    with pytest.raises(ValueError, match="`model_dir`"):
-        saver.read_chosen(path)
 
 
 def test_rolling_back_removes_later_checkpoints(tmp_path):

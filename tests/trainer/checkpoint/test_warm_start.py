@@ -286,9 +286,10 @@ def test_a_checkpoint_of_another_model_is_refused(old):
 
 @pytest.mark.parametrize("what", ["plain.keras", "some.weights.h5"])
 def test_a_file_of_another_model_is_refused(old, what):
-    """The error contains what Keras says."""
+    """By Keras itself."""
     path, _ = old
-    assert "hape" in refused(Wider(checkpoints=Checkpoints(init_from=path / what)))
+    with pytest.raises(ValueError, match="hape"):
+        Wider(checkpoints=Checkpoints(init_from=path / what)).started()
 
 
 class Headless(Deep):
@@ -350,13 +351,6 @@ def test_numbers_that_are_no_weights_may_be_in_a_file(old, tmp_path):
 
     new = Deep(checkpoints=Checkpoints(init_from=tmp_path / "whole.keras")).started()
     assert_only_weights(new, [variable.numpy() for variable in whole.weights])
-
-
-@pytest.mark.parametrize("name", ["a.keras", "a.weights.h5", "a.txt"])
-def test_a_file_without_weights_is_refused(tmp_path, name):
-    """Every kind of error that Keras raises is turned into ours."""
-    (tmp_path / name).write_text("nonsense")
-    refused(Deep(checkpoints=Checkpoints(init_from=tmp_path / name)))
 
 
 def test_init_from_must_lead_to_weights(old, tmp_path):

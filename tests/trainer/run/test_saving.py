@@ -176,31 +176,3 @@ def test_a_run_that_was_stopped_before_its_first_step(tmp_path, caplog):
 
     assert [line["step"] for line in lines if line["split"] == "validation"] == [0, 2]
     assert "holds no checkpoint" not in caplog.text
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("kept", [0, 1, 3, None])
-def test_lost_lines_of_the_log_are_warned_of(tmp_path, caplog, kept):
-    """A history without them has another best result. A run that is stopped in an interval, and
-    whose last line is written again, has lost none.
-    """
-
-    def run(steps):
-        return Linear(model_dir=tmp_path, log_interval=2, verbose=False).train(
-            slopes(1.0), steps, global_batch=1, eval_data=slopes(1.0), eval_interval=3
-        )
-
-    run(7)  # lines of steps 2, 4, 6 and 7, and evaluations of 3, 6 and 7
-    log = tmp_path / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    if kept == 0:
-        log.unlink()
-    elif kept:
-        log.write_text("".join(lines[-kept:]))
-    caplog.clear()
-    run(9)
-
-    found = [message for message in caplog.messages if "metrics.jsonl" in message]
-    trained, evaluated = {0: (4, 3), 1: (4, 3), 3: (3, 2), None: (0, 0)}[kept]
-    lacks = f"metrics.jsonl lacks {trained} log lines and {evaluated} evaluations"
-    assert [text.startswith(lacks) for text in found] == [True] * (kept is not None)
