@@ -288,13 +288,13 @@ MUTANTS = {  # the claim that notices a change, and the change
     "constant": {
         "keeps a fixed scale that was saved": (
             "never_moves",
-            "check_state(state, FixedLossScaleState)\n        as_verdict(verdict)\n        return self.initial_state()",
-            "return state",
+            'with another one."""\n        del state\n        as_verdict(verdict)\n        return self.initial_state()',
+            'with another one."""\n        return state',
         ),
         "keeps a scale that was saved": (
             "never_moves",
-            "check_state(state, NoLossScaleState)\n        as_verdict(verdict)\n        return self.initial_state()",
-            "return state",
+            'this rule."""\n        del state\n        as_verdict(verdict)\n        return self.initial_state()',
+            'this rule."""\n        return state',
             1,
         ),
         "scales": ("never_moves", "tf.constant(1.0))", "tf.constant(2.0))", 1),
