@@ -90,7 +90,6 @@ from trainer.run.compile_mode import (
     tracing,
 )
 from trainer.run.declared import check_same_data, check_same_run, evaluated_of
-from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
 from trainer.run.follow import ContinuousEvaluation, check_follower, identity_of
 from trainer.run.listeners import Results, TrainRequest
@@ -354,7 +353,23 @@ class Trainer(Task):
 
     def __repr__(self) -> str:
         """Returns one line that says where the run stands. Waits for the device."""
-        return describe_trainer(self, started=vars(self).get("_started", False))
+        known = vars(self)  # not all, if the constructor has raised an error
+        started = known.get("_started", False)
+        readable = started and tf.executing_eagerly()  # in the graph of a step, no variable is
+        parts = ["in a graph" if started else "not started"]
+        if readable:
+            totals = self.totals
+            parts = [f"at step {totals.attempted}, {totals.applied} applied, {totals}"]
+        if "precision" in known:
+            parts.append(self.precision.name)
+        if readable:
+            parts.append(f"loss_scale {self.loss_scale:g}")
+        if "strategy" in known:
+            replicas = self.strategy.num_replicas_in_sync
+            parts.append(f"{replicas} replica{'s' if replicas > 1 else ''}")
+        if known.get("model_dir"):
+            parts.append(f"model_dir {str(self.model_dir)!r}")
+        return f"<{type(self).__name__}: {', '.join(parts)}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises TypeError: `copy` and `pickle` would have to copy variables and open files."""

@@ -6,6 +6,7 @@
 settings in the record. Records contain no code: only the module in `--trainer` is imported.
 """
 
+import dataclasses
 import importlib
 import pathlib
 import sys
@@ -17,6 +18,7 @@ from absl import app, flags
 
 import strategies
 from trainer.replay.recorder import read_record
+from trainer.step.updates import Updates
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -40,6 +42,10 @@ def main(argv: Sequence[str]) -> None:
     for name in ("strategy", "loss_scale"):
         if arguments[name] is None:
             del arguments[name]
+    grouped = {field.name for field in dataclasses.fields(Updates)} & arguments.keys()
+    updates = Updates(**{name: arguments.pop(name) for name in grouped})
+    if updates != Updates():
+        arguments["updates"] = updates
     if replicas > 1 and not tf.config.list_physical_devices("GPU"):
         strategies.split_cpu(replicas)
     trainer = load(flags.FLAGS.trainer)(verbose=False, **arguments)
