@@ -16,8 +16,8 @@ from tensorflow.python.eager import context
 
 from trainer import Trainer
 from trainer.base.tracking import tensorflow_variable
-from trainer.step import replica
-from trainer.step.report_bits import PackedReport
+from trainer.step import attempt
+from trainer.step.report import PackedReport
 
 REPLICA_SUFFIX = "_of_replica"  # ends the names of rewritten functions
 
@@ -56,7 +56,7 @@ def hlo_of(function, specs):
         specs: of its arguments.
     """
     # What is traced here on a CPU is compiled for another device.
-    with mock.patch.object(replica, "adds_in_rows", return_value=False):
+    with mock.patch.object(attempt, "adds_in_rows", return_value=False):
         lowered = function.experimental_get_compiler_ir(*specs)
     # The heading of the HLO says which output is the new value of which argument.
     heading = lowered(stage="hlo", platform_name="CPU").partition("\n")[0]

@@ -6,9 +6,9 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer.step import plan_step
+from trainer.step.attempt import positions_by_value
 from trainer.step.held_back import read_values
 from trainer.step.microbatch import GlobalBatchSize, PassInputs
-from trainer.step.replica import positions_by_value
 
 NO_SCALE = scaling.NoLossScale()
 

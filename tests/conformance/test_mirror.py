@@ -11,7 +11,6 @@ PACKAGES = ("scaling", "strategies", "trainer")
 # Modules without a test file of their own: where they are tested instead, or why not.
 UNTESTED = {
     "trainer/run/parts.py": "only types",
-    "trainer/step/microbatch.py": "only types, which the tests of the passes use",
     "trainer/step/types.py": "only types",
 }
 # Test files that belong to no single module, with the reason.

@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
-from trainer.step.xla_operations import (
+from trainer.step.xla import (
     listed_operations,
     operations_on_int32_variables,
     operations_sized_by_values,

@@ -25,12 +25,12 @@ from trainer.evaluation.prediction import joined, predict_batch
 from trainer.keras_compat import computing_in_float32, differentiable_moments
 from trainer.losses.metrics import numbers_of
 from trainer.step.accumulate import real_examples
+from trainer.step.attempt import my_share
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.losses import distinct, losses_and_aux, weighted_sum
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.plan import StepPlan
-from trainer.step.replica import my_share
 from trainer.step.rollback import read_copies, write_copies
 from trainer.step.state import TrainState
 from trainer.step.types import Model

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from trainer.step.held_back import HoldBack
-from trainer.step.ids import ids_unrounded
+from trainer.step.passes import ids_unrounded
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
 from trainer.step.trace import functions_of_one_precision

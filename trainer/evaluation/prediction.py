@@ -13,9 +13,9 @@ from trainer.base.autograph import call_user
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.no_writes import keys_of, next_source, without_writes
 from trainer.step.accumulate import real_rows
+from trainer.step.attempt import my_share
 from trainer.step.losses import assert_shapes
 from trainer.step.plan import StepPlan
-from trainer.step.replica import my_share
 
 
 def predict_batch(

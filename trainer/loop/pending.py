@@ -2,8 +2,7 @@
 
 import tensorflow as tf
 
-from trainer.step.report import StepReport, report_spec
-from trainer.step.report_bits import bits_of, packed, unpacked
+from trainer.step.report import StepReport, bits_of, packed, report_spec, unpacked
 
 HOST = "CPU:0"
 

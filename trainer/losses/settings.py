@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from trainer.base.fields import check_fields, choice
-from trainer.step.gather_checks import LOSS_REDUCTIONS
+from trainer.step.gather import LOSS_REDUCTIONS
 
 
 @dataclasses.dataclass(frozen=True)

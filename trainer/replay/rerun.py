@@ -17,11 +17,10 @@ from trainer.fingerprint import Fingerprint, diff
 from trainer.replay.layer_probes import probing
 from trainer.replay.recorder import Record, Setting, write_state
 from trainer.step.accumulate import microbatch_inputs
-from trainer.step.attempt import attempt_step
+from trainer.step.attempt import attempt_step, pass_inputs, positions_by_value
 from trainer.step.microbatch import PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
-from trainer.step.replica import pass_inputs, positions_by_value
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState

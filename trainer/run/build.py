@@ -62,7 +62,7 @@ from trainer.run.slots import (
 from trainer.step import StepPlan, StepReport, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.float8 import ensure_float8
-from trainer.step.gather_checks import check_gathers, check_no_weights
+from trainer.step.gather import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
 from trainer.step.losses import split_result
 from trainer.step.objective import single_optimizers

@@ -19,17 +19,15 @@ from trainer.step.plan import compiled_as
 from trainer.step.xla import (
     WITH_PASSES,
     check_compile_mode,
-    layers_without_xla,
-    warn_of_plain_step,
-)
-from trainer.step.xla_operations import (
     int32_variables_error,
+    layers_without_xla,
     listed_operations,
     not_compilable_error,
     operations_on_int32_variables,
     operations_sized_by_values,
     operations_without_xla,
     warn_of_int32_variables,
+    warn_of_plain_step,
     warn_of_sizes,
 )
 

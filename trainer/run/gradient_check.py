@@ -24,15 +24,13 @@ from trainer.base.tracking import tensorflow_variable
 from trainer.base.warn_once import listed
 from trainer.data.errors import reason_of
 from trainer.keras_compat import all_layers, differentiable_moments
-from trainer.step.added_losses import added_entries, added_loss
+from trainer.step.attempt import on_first_replica, positions_by_value, replica_step
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.held_back import HoldBack, read_values
-from trainer.step.losses import losses_and_aux, weighted_mean
+from trainer.step.losses import added_entries, added_loss, losses_and_aux, weighted_mean
 from trainer.step.microbatch import ComputeLoss, GlobalBatchSize, Microbatch, PassInputs
-from trainer.step.outcomes import on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
 from trainer.step.randomness import make_keys
-from trainer.step.replica import positions_by_value, replica_step
 from trainer.step.rollback import read_copies, write_copies
 from trainer.step.trace import written_variables
 from trainer.step.types import Batch, Gradient, ScaleState, StepInputs, Values

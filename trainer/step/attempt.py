@@ -1,4 +1,4 @@
-"""The step, from a global batch to a report. Read `attempt_step` first, then `replica_step`.
+"""The step, from a global batch to a report, in the order of the ten stages of README.md.
 
 A step weights the examples, runs the model forward, scales the loss, runs backward, and sums the
 gradients over replicas. It unscales, judges and clips them, applies the update on every replica or
@@ -6,9 +6,10 @@ on none, and moves the loss scale. A skipped step changes only the loss scale an
 and its report says why it was skipped.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -17,32 +18,42 @@ import strategies
 from scaling.base.argument_checks import shown
 from scaling.rules.rule import select_state
 from trainer.base.autograph import call_user, without_autograph
-from trainer.step.apply import apply_on_all
-from trainer.step.attempt_in_replica import attempt_in_replica
+from trainer.step.accumulate import accumulate, microbatch_inputs, real_examples
+from trainer.step.apply import apply_in_replica, apply_on_all, assign_held_back, optimizers_prepared
 from trainer.step.checks import check_weights
-from trainer.step.diagnose import Evidence, count_by_variable
-from trainer.step.held_back import frozen_or_unfrozen
-from trainer.step.microbatch import GlobalBatchSize, Rows
-from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
-from trainer.step.plan import StepPlan, UpdateGroup
-from trainer.step.randomness import key_source
-from trainer.step.replica import (
+from trainer.step.clip import clip
+from trainer.step.diagnose import (
+    Evidence,
+    Finding,
     ReplicaResult,
-    count_nonfinite_gradients,
-    recompute_in_branch,
-    replica_step,
-    run_passes,
+    count_by_variable,
+    diagnose,
+    no_finding,
 )
+from trainer.step.float8 import with_own_scales
+from trainer.step.float8_counts import measure_float8
+from trainer.step.held_back import frozen_or_unfrozen, read_values
+from trainer.step.judge import judge, stay_finite
+from trainer.step.measure import global_norm, measure
+from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs, Rows
+from trainer.step.plan import StepPlan, UpdateGroup
+from trainer.step.randomness import key_source, make_keys
+from trainer.step.reduce import sum_over_replicas
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Before, read_copies, write_copies
 from trainer.step.state import TrainState
 from trainer.step.trace import ByHandle, forbid_writes, note_attempt, written_variables
-from trainer.step.types import Batch, ScaleState, StepInputs, Variable
-from trainer.step.xla import check_microbatches, compiled_step
+from trainer.step.types import Batch, ScaleState, StepInputs, Values, Variable
+from trainer.step.xla import adds_in_rows, check_microbatches, compiled_step
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
 # its scale for some overflows.
 MAX_SIMULATED_OVERFLOWS = 1000
+
+Tree = TypeVar("Tree")
+
+# Fields of an outcome about parts of the model, of which a group reaches its own only.
+BY_PART = "underflow", "float8_amax", "float8_scale", "float8_saturated", "float8_flushed"
 
 
 class Attempt(NamedTuple):
@@ -56,6 +67,9 @@ class Attempt(NamedTuple):
 
 
 AttemptAt: TypeAlias = Callable[[ScaleState], Attempt]
+
+
+# 1. Attempt: once, or again at a smaller scale; moves the loss scale.
 
 
 @without_autograph
@@ -119,55 +133,6 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
         data_wait_secs=tf.constant(0.0),  # set by the loop that reads the data
         **last.outcome._asdict(),
     )
-
-
-def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
-    """Raises TypeError for a wrong type, or ValueError if `plan` and `run` have different rules."""
-    if not isinstance(plan, StepPlan):
-        raise TypeError(
-            f"`plan` must be a StepPlan; got {type(plan).__name__}. A StepPlan holds the "
-            "constants of the step. Pass the result of plan_step()."
-        )
-    if not isinstance(run, TrainState):
-        raise TypeError(
-            f"`run` must be a TrainState; got {type(run).__name__}. A TrainState holds the loss "
-            "scale and the step counts. Pass TrainState(plan.rule)."
-        )
-    in_plan, in_run = plan.rule, run.loss_scaler.rule
-    if in_plan is not in_run and in_plan != in_run:
-        raise ValueError(
-            f"`run` must have the same loss-scale rule as `plan`; got {shown(in_run)}, but the "
-            f"plan has {in_plan!r}. The plan's rule would update the state of another rule. Create "
-            "`run` with TrainState(plan.rule)."
-        )
-
-
-def check_call(batch: Batch, plan: StepPlan) -> None:
-    """Checks where and with what a step is attempted.
-
-    Raises:
-        RuntimeError: inside `strategy.run`.
-        TypeError: if the batch is divided among the replicas already.
-        ValueError: if layers were frozen or unfrozen since the step was planned.
-    """
-    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
-        raise RuntimeError(
-            "`attempt_step` must be called in cross-replica context; got a call inside "
-            "strategy.run(). It runs the replicas itself. Call attempt_step(batch, plan, run) "
-            "directly in your tf.function."
-        )
-    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)):
-        raise TypeError(
-            "`batch` must be a global batch; got the values of each replica, as a distributed "
-            "dataset yields them. Each replica takes its share of a global batch. Iterate over the "
-            "tf.data.Dataset itself."
-        )
-    if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
-        raise ValueError(
-            "`plan` must be made for the variables that are trained now; got one from before these "
-            f"were frozen or unfrozen: {shown(names)}. A step updates the variables that it was "
-            "planned for. Call plan_step() again, with an optimizer for the variables to train."
-        )
 
 
 def attempt_until_applied(
@@ -243,83 +208,6 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
     return Attempt(outcome, state.loss_scale, after, without_retry, curable & moved)
 
 
-def written_in_passes(inputs: StepInputs, plan: StepPlan) -> list[Variable | ByHandle]:
-    """Returns the variables that the forward and backward passes write themselves.
-
-    The passes are traced for this, once per replica; the step then calls the same traces. Where
-    graphs do not tell which variable a resource belongs to, on TPUs and with parameter servers,
-    these are the variables that the model and the given objects hold.
-
-    Args:
-        inputs: the step's inputs.
-        plan: the run's constants.
-
-    Raises:
-        ValueError: if a pass writes to a table, a queue or an iterator: none can be restored.
-    """
-    found = strategies.capabilities(plan.strategy)
-    if found.asynchronous or found.decides_in_replica or tf.executing_eagerly():
-        return list(plan.declared)
-
-    def passes(inputs: StepInputs) -> None:
-        source = key_source(inputs.random, 0, 1)
-        for group in plan.groups:
-            run = functools.partial(run_passes, group=group, plan=plan)
-            plan.strategy.run(run, args=(inputs._replace(random=source),))
-
-    traced = tf.function(passes, autograph=False).get_concrete_function(inputs)
-    variables, others = written_variables(traced, plan.strategy)
-    for write in others:
-        raise ValueError(
-            "`compute_loss` must not change a table, a queue or an iterator: a skip cannot restore "
-            f"it; got {write.kind} at {write.name!r}"
-        )
-    return variables
-
-
-def verdict_for_rule(outcome: Outcome, plan: StepPlan) -> scaling.Verdict:
-    """Returns what the loss-scale rule is told about an attempt."""
-    cause = outcome.cause if plan.skips.attribute_causes else scaling.Cause.BACKWARD
-    return scaling.Verdict(outcome.grads_finite, cause, outcome.max_magnitude)
-
-
-def advance_until_scale_moves(
-    after: ScaleState,
-    state: ScaleState,
-    verdict: scaling.Verdict,
-    curable: tf.Tensor,
-    plan: StepPlan,
-) -> ScaleState:
-    """Returns the rule's state after as many overflows as it takes to move the scale.
-
-    A rule with hysteresis keeps its scale for some overflows. The same batch would overflow again
-    at the same scale, so these overflows are reported to the rule without another attempt.
-
-    Args:
-        after: the state after one overflow.
-        state: the state before that overflow.
-        verdict: the verdict of the attempt.
-        curable: whether a smaller scale may help: shape (), bool.
-        plan: the run's constants.
-
-    Returns:
-        The new state, or `after` if the scale never moves because it is fixed or at its minimum.
-    """
-
-    def may_move(tries: tf.Tensor, before: ScaleState, after: ScaleState) -> tf.Tensor:
-        changed = [new != old for new, old in zip(after, before, strict=True)]
-        holds = after.loss_scale == state.loss_scale
-        return curable & holds & tf.reduce_any(changed) & (tries < MAX_SIMULATED_OVERFLOWS)
-
-    _, _, moved = tf.while_loop(
-        may_move,
-        lambda tries, _, after: (tries + 1, after, plan.rule.advance(after, verdict)),
-        (tf.constant(0), state, after),
-    )
-    result: ScaleState = select_state(moved.loss_scale != state.loss_scale, moved, after)
-    return result
-
-
 def attempt_groups(
     inputs: StepInputs, before: Before, plan: StepPlan, *, first: int = 0
 ) -> Outcome:
@@ -366,16 +254,283 @@ def attempt_groups(
     return outcome
 
 
-def not_inlined(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
-    """Returns a function that TensorFlow prepares when it is first called.
+# On a TPU, a decision outside the replicas would split the step into two programs, with every
+# gradient copied to the host in between. There an attempt is a single program on each replica. The
+# verdict is computed from sums over all replicas, so all of them take the same branch, and
+# collectives are safe inside it.
 
-    So runs that never call it do not wait for it. Collectives fail in such a function.
+
+def attempt_in_replica(inputs: StepInputs, before: Before, plan: StepPlan) -> Outcome:
+    """Attempts all update groups; see `attempt.attempt_groups`. Call it in cross-replica context.
+
+    Args:
+        inputs: the step's inputs.
+        before: what to restore after a skip, and its values before the step.
+        plan: the run's constants.
     """
-    attributes = {"_noinline": True}
-    apart: Callable[[], Outcome] = tf.function(
-        function, autograph=False, experimental_attributes=attributes
+    turns = len(plan.turns)
+    sources = [key_source(inputs.random, index, turns) for index in range(turns)]
+
+    def replica(inputs: StepInputs, sources: list[tf.Tensor]) -> Outcome:
+        return attempt_from(0, inputs, sources, before, plan)
+
+    with contextlib.ExitStack() as stack:
+        for group in plan.groups:
+            stack.enter_context(optimizers_prepared(group, plan))
+        # `sources` replaces the step's `random`, which is therefore left out.
+        outcome: Outcome = plan.strategy.run(replica, args=(inputs._replace(random=()), sources))
+    return on_first_replica(outcome, plan.strategy)
+
+
+def attempt_from(
+    first: int, inputs: StepInputs, sources: list[tf.Tensor], before: Before, plan: StepPlan
+) -> Outcome:
+    """Attempts the update groups in order. Call it in replica context.
+
+    Args:
+        first: index in `plan.turns` of the first group to attempt.
+        inputs: the step's inputs.
+        sources: the result of `key_source` for each of `plan.turns`.
+        before: what to restore after a skip, and its values before the step.
+        plan: the run's constants.
+    """
+    group: UpdateGroup = plan.turns[first]
+    following = plan.turns[first + 1 :]
+    result = replica_step(inputs._replace(random=sources[first]), group=group, plan=plan)
+
+    def apply() -> Outcome:
+        assign_held_back(result.written, plan)
+        own = recompute_in_branch(result, inputs.scale_state, plan)
+        apply_in_replica(own, before, group, plan, last=not following)
+        if not following:
+            return result.outcome
+        later = attempt_from(first + 1, inputs, sources, before, plan)
+        return combined(result.outcome, later, repeated=following[0] is group)
+
+    def skip() -> Outcome:
+        return diagnosed(result, group, inputs.scale_state, plan)
+
+    if not following:
+        return apply_or_skip(result.outcome, apply, skip)
+    outcome: Outcome = tf.cond(~result.outcome.grads_finite, skip, apply)
+    return outcome
+
+
+# 2 to 8. On each replica: share, microbatches, forward, backward, reduce, judge, clip. Nothing is
+# assigned here, and all replicas reach the same verdict.
+
+
+def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> ReplicaResult:
+    """Computes one replica's part of an update, ready to apply. Assigns nothing.
+
+    Args:
+        inputs: the step's inputs, in which `random` is the result of `randomness.key_source`.
+        group: the update group whose gradients to compute.
+        plan: the run's constants.
+    """
+    values = read_values(plan.held_back, positions_by_value(plan))
+    local, share = run_share(inputs, values, group, plan)
+    updates = plan.updates
+    reduced = sum_over_replicas(local, share, updates.reduce_dtype, updates.reduce_bucket_bytes)
+    unscaled = scaling.unscale_gradients(reduced.total.gradients, inputs.scale_state)
+    in_rows = adds_in_rows(plan.jit_compile, plan.strategy)
+    gradient_norm = global_norm(unscaled, in_rows=in_rows)
+    measured = measure(
+        unscaled,
+        inputs.scale_state,
+        group.positions,
+        magnitude=plan.rule.needs_magnitude,
+        recorded=plan.recorded,
     )
-    return apart
+    unread = [position for position in reduced.written if position not in values]
+    before = values | read_values(plan.held_back, unread)
+    # The maxima that float8 remembers are of scaled gradients too: a smaller scale can help them.
+    assigned = {at: value for at, value in reduced.written.items() if at not in local.replaced}
+    replaced = {at: value for at, value in reduced.written.items() if at in local.replaced}
+    statistics_finite = stay_finite(assigned, before)
+    verdict = judge(
+        losses_finite=reduced.table.losses_finite,
+        statistics_finite=statistics_finite & stay_finite(replaced, before),
+        gradient_norm=gradient_norm,
+        max_magnitude=measured.max_magnitude,
+    )
+    outcome = Outcome(
+        loss=reduced.total.loss,
+        regularization_loss=reduced.total.regularization_loss,
+        gradient_norm=gradient_norm,
+        grads_finite=verdict.grads_finite,
+        **no_finding()._asdict(),
+        **measured._asdict(),
+        **measure_float8(reduced, before, plan.float8)._asdict(),
+    )
+    batch, rows = real_examples(share, local.rows)
+    return ReplicaResult(
+        outcome=outcome,
+        evidence=Evidence(reduced.table, statistics_finite, reduced.total.gradients, unscaled),
+        gradients=clip(unscaled, gradient_norm, plan.updates),
+        written=with_own_scales(reduced.written, before, plan.float8),
+        batch=batch,
+        rows=rows,
+    )
+
+
+def run_share(
+    inputs: StepInputs, values: Values, group: UpdateGroup, plan: StepPlan
+) -> tuple[Microbatch, strategies.Share]:
+    """Returns the results of the forward and backward passes on this replica, and its share."""
+    share = my_share(inputs.batch, inputs.weights)
+    context = tf.distribute.get_replica_context()
+    own = pass_inputs(inputs, share, values, context.replica_id_in_sync_group, plan)
+    return run_model(own, inputs.in_float32, group), share
+
+
+def my_share(batch: Batch, weights: tf.Tensor) -> strategies.Share:
+    """Returns this replica's part of the global batch."""
+    context = tf.distribute.get_replica_context()
+    # Cut on the host, so that the whole batch is not sent to every accelerator. A TPU program
+    # cannot run operations on the host.
+    on_host = not strategies.capabilities(context.strategy).decides_in_replica
+    with tf.device("/device:CPU:0") if on_host else contextlib.nullcontext():
+        return strategies.take(
+            strategies.whole(batch, weights),
+            context.replica_id_in_sync_group,
+            context.num_replicas_in_sync,
+        )
+
+
+def pass_inputs(
+    inputs: StepInputs,
+    share: strategies.Share,
+    values: Values,
+    replica: int | tf.Tensor,
+    plan: StepPlan,
+) -> PassInputs:
+    """Returns the inputs of a replica's forward and backward passes; see `accumulate`.
+
+    Args:
+        inputs: the step's inputs.
+        share: the replica's part of the global batch.
+        values: values of variables in `plan.held_back` before the step, on this replica.
+        replica: index of the replica.
+        plan: the run's constants.
+    """
+    keys = make_keys(
+        inputs.random,
+        replica,
+        plan.strategy.num_replicas_in_sync,
+        plan.num_microbatches,
+        len(plan.seeds),
+    )
+    size = GlobalBatchSize.of(inputs.weights)
+    return PassInputs(share, size, inputs.scale_state, values, keys)
+
+
+def positions_by_value(plan: StepPlan) -> list[str]:
+    """Returns the positions of variables whose values a forward pass is given, in `held_back`.
+
+    These are the variables that are not trained. Weights are read by the model itself, except where
+    XLA compiles a pass on a worker while parameter servers hold the variables: a compiled pass
+    cannot read from another process.
+    """
+    remote = strategies.capabilities(plan.strategy).asynchronous
+    first = 0 if remote and plan.jit_compile is True else len(plan.weights)
+    return [str(position) for position in range(first, len(plan.held_back))]
+
+
+def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGroup) -> Microbatch:
+    """Runs the forward and backward passes on a replica's share, as usual or in float32."""
+    if in_float32 is None:
+        return accumulate(group.differentiate, inputs)
+
+    def run_in_float32() -> Microbatch:
+        result = accumulate(group.differentiate_in_float32, inputs)
+        # Cast aux to the dtypes that the usual branch returns, which may be half precision: both
+        # branches of the condition must return the same dtypes.
+        first = microbatch_inputs(inputs, 0)
+        usual = group.differentiate.get_concrete_function(first).structured_outputs
+        rows = tf.nest.map_structure(
+            lambda new, spec: tf.cast(new, spec.dtype), result.rows, usual.rows
+        )
+        return result._replace(rows=rows)
+
+    # The branches contain no collectives: the all-reduce comes later.
+    result: Microbatch = tf.cond(
+        in_float32,
+        run_in_float32,
+        lambda: accumulate(group.differentiate, inputs),
+    )
+    return result
+
+
+# 9. Apply or roll back.
+
+
+def apply_or_skip(
+    outcome: Outcome, apply: Callable[[], Outcome], skip: Callable[[], Outcome]
+) -> Outcome:
+    """Takes one of two branches, as the verdict says; returns the outcome with its finding.
+
+    What a branch returns, XLA copies to memory, and starts a kernel for each number. So the
+    branches return what they may change, and that as one tensor.
+
+    Args:
+        outcome: the outcome of the last update group, with its verdict.
+        apply: applies the group, and returns an outcome that differs in no more than its finding.
+        skip: finds out why the step is skipped, and returns the same.
+    """
+
+    def finding_of(found: Outcome) -> tf.Tensor:
+        return tf.stack([getattr(found, name) for name in Finding._fields])
+
+    # The branch that only reads the weights is the first. XLA treats branches as if they ran in
+    # turn. In the other order it copies weights after every step, so that no read comes too late.
+    skipped = ~outcome.grads_finite
+    found = tf.cond(skipped, lambda: finding_of(skip()), lambda: finding_of(apply()))
+    return outcome._replace(**Finding(*tf.unstack(found))._asdict())
+
+
+def recompute_in_branch(
+    result: ReplicaResult, scale_state: ScaleState, plan: StepPlan
+) -> ReplicaResult:
+    """Returns the same result for a branch after the verdict; the gradients have the same bits.
+
+    Where one program of XLA holds the whole step, what a branch takes is written to memory. One
+    branch would take the gradients as they were summed, the other as they are to be applied, and
+    both copies would be written. So the branches take the sums alone, and unscale and clip them
+    where they use them.
+
+    Args:
+        result: this replica's result.
+        scale_state: the loss-scale rule's state that the step used.
+        plan: the run's constants.
+    """
+    if not plan.one_program:
+        return result
+    unscaled = scaling.unscale_gradients(result.evidence.summed, scale_state)
+    return result._replace(
+        evidence=result.evidence._replace(unscaled=unscaled),
+        gradients=clip(unscaled, result.outcome.gradient_norm, plan.updates),
+    )
+
+
+def diagnosed(
+    result: ReplicaResult, group: UpdateGroup, scale_state: ScaleState, plan: StepPlan
+) -> Outcome:
+    """Returns a skipped step's outcome, with the cause of the skip and its place filled in."""
+    weights = [tf.convert_to_tensor(plan.weights[position]) for position in group.positions]
+    evidence = recompute_in_branch(result, scale_state, plan).evidence
+    finding = diagnose(
+        evidence,
+        weights,
+        scale_state,
+        plan.rule,
+        single_pass=plan.single_pass,
+        in_xla=plan.one_program,
+    )
+    known = finding.bad_variable >= 0
+    position = tf.gather(group.positions, tf.maximum(finding.bad_variable, 0))
+    finding = finding._replace(bad_variable=tf.where(known, position, -1))
+    return result.outcome._replace(**finding._asdict())
 
 
 def retest_at_min_scale(
@@ -424,3 +579,195 @@ def retest_at_min_scale(
     infs = count_by_variable(evidence.summed, in_xla=plan.one_program)[:, 0]
     tested: Outcome = tf.cond(overflowed & tf.reduce_all(infs == 0), test, lambda: outcome)
     return tested
+
+
+def count_nonfinite_gradients(
+    inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan
+) -> tf.Tensor:
+    """Returns the number of inf and NaN in this replica's scaled gradients: shape (), int32.
+
+    Assigns nothing, and uses no collectives. For the arguments see `replica_step`.
+    """
+    values = read_values(plan.held_back, positions_by_value(plan))
+    local, _ = run_share(inputs, values, group, plan)
+    gradients = local.contribution.gradients
+    return tf.reduce_sum(count_by_variable(gradients, in_xla=plan.one_program))
+
+
+def written_in_passes(inputs: StepInputs, plan: StepPlan) -> list[Variable | ByHandle]:
+    """Returns the variables that the forward and backward passes write themselves.
+
+    The passes are traced for this, once per replica; the step then calls the same traces. Where
+    graphs do not tell which variable a resource belongs to, on TPUs and with parameter servers,
+    these are the variables that the model and the given objects hold.
+
+    Args:
+        inputs: the step's inputs.
+        plan: the run's constants.
+
+    Raises:
+        ValueError: if a pass writes to a table, a queue or an iterator: none can be restored.
+    """
+    found = strategies.capabilities(plan.strategy)
+    if found.asynchronous or found.decides_in_replica or tf.executing_eagerly():
+        return list(plan.declared)
+
+    def passes(inputs: StepInputs) -> None:
+        source = key_source(inputs.random, 0, 1)
+        for group in plan.groups:
+            run = functools.partial(run_passes, group=group, plan=plan)
+            plan.strategy.run(run, args=(inputs._replace(random=source),))
+
+    traced = tf.function(passes, autograph=False).get_concrete_function(inputs)
+    variables, others = written_variables(traced, plan.strategy)
+    for write in others:
+        raise ValueError(
+            "`compute_loss` must not change a table, a queue or an iterator: a skip cannot restore "
+            f"it; got {write.kind} at {write.name!r}"
+        )
+    return variables
+
+
+def run_passes(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> None:
+    """Runs the forward and backward passes on this replica; see `replica_step`."""
+    run_share(inputs, read_values(plan.held_back, positions_by_value(plan)), group, plan)
+
+
+# 10. What the rule is told, and what the step reports.
+
+
+def verdict_for_rule(outcome: Outcome, plan: StepPlan) -> scaling.Verdict:
+    """Returns what the loss-scale rule is told about an attempt."""
+    cause = outcome.cause if plan.skips.attribute_causes else scaling.Cause.BACKWARD
+    return scaling.Verdict(outcome.grads_finite, cause, outcome.max_magnitude)
+
+
+def advance_until_scale_moves(
+    after: ScaleState,
+    state: ScaleState,
+    verdict: scaling.Verdict,
+    curable: tf.Tensor,
+    plan: StepPlan,
+) -> ScaleState:
+    """Returns the rule's state after as many overflows as it takes to move the scale.
+
+    A rule with hysteresis keeps its scale for some overflows. The same batch would overflow again
+    at the same scale, so these overflows are reported to the rule without another attempt.
+
+    Args:
+        after: the state after one overflow.
+        state: the state before that overflow.
+        verdict: the verdict of the attempt.
+        curable: whether a smaller scale may help: shape (), bool.
+        plan: the run's constants.
+
+    Returns:
+        The new state, or `after` if the scale never moves because it is fixed or at its minimum.
+    """
+
+    def may_move(tries: tf.Tensor, before: ScaleState, after: ScaleState) -> tf.Tensor:
+        changed = [new != old for new, old in zip(after, before, strict=True)]
+        holds = after.loss_scale == state.loss_scale
+        return curable & holds & tf.reduce_any(changed) & (tries < MAX_SIMULATED_OVERFLOWS)
+
+    _, _, moved = tf.while_loop(
+        may_move,
+        lambda tries, _, after: (tries + 1, after, plan.rule.advance(after, verdict)),
+        (tf.constant(0), state, after),
+    )
+    result: ScaleState = select_state(moved.loss_scale != state.loss_scale, moved, after)
+    return result
+
+
+def combined(first: Outcome, later: Outcome, *, repeated: bool = False) -> Outcome:
+    """Returns the outcome of several update groups: their totals, and the verdict of the last.
+
+    Args:
+        first: the outcome of a group that was applied.
+        later: the outcome of the groups after it, one of which may have been skipped.
+        repeated: whether the next group is the same one again. Its last update is then the one
+            that is reported; only the largest magnitude is taken over all of them.
+    """
+    magnitude = tf.maximum(first.max_magnitude, later.max_magnitude)
+    if repeated:
+        return later._replace(max_magnitude=magnitude)
+    return later._replace(
+        loss=first.loss + later.loss,
+        gradient_norm=tf.sqrt(first.gradient_norm**2 + later.gradient_norm**2),
+        max_magnitude=magnitude,
+        magnitude_counts=first.magnitude_counts + later.magnitude_counts,
+        # 0 for the variables and tensors of other groups.
+        **{name: getattr(first, name) + getattr(later, name) for name in BY_PART},
+    )
+
+
+def on_first_replica(structure: Tree, strategy: tf.distribute.Strategy) -> Tree:
+    """Returns the first replica's values from a result of `strategy.run`."""
+    first: Tree = tf.nest.map_structure(
+        lambda value: strategy.experimental_local_results(value)[0], structure
+    )
+    return first
+
+
+# What is checked while the step is traced.
+
+
+def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
+    """Raises TypeError for a wrong type, or ValueError if `plan` and `run` have different rules."""
+    if not isinstance(plan, StepPlan):
+        raise TypeError(
+            f"`plan` must be a StepPlan; got {type(plan).__name__}. A StepPlan holds the "
+            "constants of the step. Pass the result of plan_step()."
+        )
+    if not isinstance(run, TrainState):
+        raise TypeError(
+            f"`run` must be a TrainState; got {type(run).__name__}. A TrainState holds the loss "
+            "scale and the step counts. Pass TrainState(plan.rule)."
+        )
+    in_plan, in_run = plan.rule, run.loss_scaler.rule
+    if in_plan is not in_run and in_plan != in_run:
+        raise ValueError(
+            f"`run` must have the same loss-scale rule as `plan`; got {shown(in_run)}, but the "
+            f"plan has {in_plan!r}. The plan's rule would update the state of another rule. Create "
+            "`run` with TrainState(plan.rule)."
+        )
+
+
+def check_call(batch: Batch, plan: StepPlan) -> None:
+    """Checks where and with what a step is attempted.
+
+    Raises:
+        RuntimeError: inside `strategy.run`.
+        TypeError: if the batch is divided among the replicas already.
+        ValueError: if layers were frozen or unfrozen since the step was planned.
+    """
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        raise RuntimeError(
+            "`attempt_step` must be called in cross-replica context; got a call inside "
+            "strategy.run(). It runs the replicas itself. Call attempt_step(batch, plan, run) "
+            "directly in your tf.function."
+        )
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)):
+        raise TypeError(
+            "`batch` must be a global batch; got the values of each replica, as a distributed "
+            "dataset yields them. Each replica takes its share of a global batch. Iterate over the "
+            "tf.data.Dataset itself."
+        )
+    if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
+        raise ValueError(
+            "`plan` must be made for the variables that are trained now; got one from before these "
+            f"were frozen or unfrozen: {shown(names)}. A step updates the variables that it was "
+            "planned for. Call plan_step() again, with an optimizer for the variables to train."
+        )
+
+
+def not_inlined(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    """Returns a function that TensorFlow prepares when it is first called.
+
+    So runs that never call it do not wait for it. Collectives fail in such a function.
+    """
+    attributes = {"_noinline": True}
+    apart: Callable[[], Outcome] = tf.function(
+        function, autograph=False, experimental_attributes=attributes
+    )
+    return apart

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from trainer.step.gradients import gradient_values
+from trainer.step.measure import gradient_values
 from trainer.step.types import Gradient
 from trainer.step.updates import Updates
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import tensorflow as tf
 
 import scaling
-from trainer.step.gradients import count_nonfinite, gradient_values, half_squared_norm
-from trainer.step.microbatch import NonfiniteFlags
-from trainer.step.types import Gradient, ScaleState
+from trainer.step.measure import count_nonfinite, gradient_values, half_squared_norm
+from trainer.step.microbatch import NonfiniteFlags, Rows
+from trainer.step.report import Outcome
+from trainer.step.types import Batch, Gradient, ScaleState, Values
 
 CONCISE_HEALTH = 3  # the mode of TensorFlow's summary that counts inf and NaN
 
@@ -52,6 +53,17 @@ class Evidence(NamedTuple):
     statistics_finite: tf.Tensor  # shape=(), bool: `judge.stay_finite` of the forward pass
     summed: list[Gradient]  # gradients summed over replicas, still scaled
     unscaled: list[Gradient]  # the same, unscaled, before clipping
+
+
+class ReplicaResult(NamedTuple):
+    """One replica's results. Only `batch`, `rows` and integers in `written` differ by replica."""
+
+    outcome: Outcome  # cause and place are those of a finite step until `diagnose` fills them in
+    evidence: Evidence  # what `diagnose` examines after a skip
+    gradients: list[Gradient]  # summed, unscaled, clipped: ready to apply
+    written: Values  # what the forward pass would have assigned; floats: mean over replicas
+    batch: Batch  # this replica's real examples; none in an empty share
+    rows: Rows  # of these examples
 
 
 def own_row(nonfinite: NonfiniteFlags, context: tf.distribute.ReplicaContext) -> NonfiniteTable:

@@ -17,19 +17,18 @@ from trainer.keras_compat import (
     learning_rate_setting,
 )
 from trainer.step import checks
-from trainer.step.differentiate import differentiate
 from trainer.step.float8 import Float8Tensor, check_float8_layers, float8_tensors
-from trainer.step.gather_checks import (
+from trainer.step.gather import (
     Inlined,
     check_gathers,
     check_loss_reduction,
     check_no_weights,
 )
 from trainer.step.held_back import held_back_variables
-from trainer.step.kept import Kept
 from trainer.step.microbatch import (
     ComputeLoss,
     Differentiate,
+    Kept,
     Microbatch,
     MicrobatchPlan,
     PassInputs,
@@ -41,6 +40,7 @@ from trainer.step.objective import (
     optimizers_in,
     single_optimizers,
 )
+from trainer.step.passes import differentiate
 from trainer.step.randomness import seed_states
 from trainer.step.skips import Skips
 from trainer.step.types import Aux, Batch, Model, Variable

@@ -1,12 +1,14 @@
 """One attempted step: veto, scale, reduction, clipping, statistics and kinds of models."""
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
 import types
 
 import access
+import fake_tpu
 import keras
 import numpy as np
 import plans
@@ -15,15 +17,30 @@ import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, attempt, copies, slopes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import Pair, keras_model, plan_of
 
 import scaling
 import strategies
 from scaling import Cause
-from trainer import Skips, Updates
+from scaling.telemetry.stats import COUNTS
+from trainer import Skips, Trainer, Updates
 from trainer.step import TrainState
 from trainer.step import attempt as steps
+from trainer.step.attempt import (
+    ReplicaResult,
+    apply_or_skip,
+    combined,
+    diagnosed,
+    my_share,
+    on_first_replica,
+    recompute_in_branch,
+    replica_step,
+)
+from trainer.step.diagnose import Evidence, NonfiniteTable
+from trainer.step.report import Outcome, outcome_spec
+from trainer.step.types import StepInputs
 
-pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
+pytestmark = pytest.mark.sampled
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 
@@ -843,3 +860,358 @@ def test_a_plan_knows_what_it_trains():
         f"were frozen or unfrozen: {names}. A step updates the variables that it was planned for. "
         "Call plan_step() again, with an optimizer for the variables to train."
     ) in str(error.value)
+
+
+BATCH = 16
+
+
+class Noisy(Trainer):
+    """BatchNorm, Dropout, momentum, a moving average and a metric."""
+
+    def build_model(self):
+        """Dense layers with BatchNorm and Dropout."""
+        return keras.Sequential(
+            [
+                keras.Input([6]),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    def build_optimizer(self):
+        """SGD with momentum."""
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def compute_loss(self, batch, training):
+        """Squared errors."""
+        x, y = batch
+        return tf.square(tf.cast(self.model(x, training=training), tf.float32) - y)[:, 0]
+
+
+def data():
+    """Batches with static shapes."""
+    x = np.random.default_rng(0).normal(size=[BATCH, 6]).astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    return dataset.batch(BATCH, drop_remainder=True)
+
+
+def traced(**arguments):
+    """The graph of the step that `train` would run."""
+    trainer = Noisy(strategy=fake_tpu.strategy(), jit_compile=False, seed=1, **arguments)
+    dataset = data()
+    access.start(trainer, next(iter(dataset)))
+    loop = access.steps(trainer).python_function
+    assert loop.args[0].__wrapped__.__func__ is Noisy.train_step is Trainer.train_step
+    return tf.function(trainer.train_step).get_concrete_function(dataset.element_spec).graph
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"precision": "mixed_bfloat16"},
+        {"precision": "mixed_float16", "updates": Updates(ema_momentum=0.9, global_clipnorm=1.0)},
+        {"precision": "mixed_float16", "num_microbatches": 2},
+    ],
+)
+def test_a_step_is_one_program(arguments):
+    """A step is one program from the share of the batch to the update, and every replica reaches
+    every collective.
+    """
+    graph = traced(**arguments)
+
+    assert fake_tpu.count(graph, "TPUReplicateMetadata") == 1
+    assert fake_tpu.count(graph, "CrossReplicaSum") > 0
+    assert fake_tpu.divergent_conditions(graph) == []
+
+
+@pytest.mark.thorough
+def test_deciding_outside_the_replicas_makes_two_programs(monkeypatch):
+    """A decision in cross-replica context, as on other strategies, makes two programs, and every
+    gradient would leave the first.
+    """
+    real = strategies.capabilities
+
+    def decided_outside(strategy):
+        return dataclasses.replace(real(strategy), decides_in_replica=False)
+
+    monkeypatch.setattr(strategies, "capabilities", decided_outside)
+    assert fake_tpu.count(traced(precision="mixed_bfloat16"), "TPUReplicateMetadata") == 2
+
+
+def test_a_replica_that_decides_alone_is_noticed():
+    """The check finds a collective behind a replica's own decision, which is what Keras's loss
+    scaling does.
+    """
+    strategy = fake_tpu.strategy(2)
+
+    @tf.function
+    def step():
+        def replica():
+            index = tf.distribute.get_replica_context().replica_id_in_sync_group
+            mine = tf.cast(index, tf.float32)
+            return tf.cond(mine > 0, lambda: strategies.sum_gradients(mine), lambda: mine)
+
+        return strategy.run(replica)
+
+    graph = step.get_concrete_function().graph
+    assert len(fake_tpu.divergent_conditions(graph)) == 1
+
+
+def step(plan, batch, weights=None, *, scale=1.0, in_float32=None):
+    """Every replica's results of a step, as lists by field."""
+    weights = tf.ones([len(batch)]) if weights is None else tf.constant(weights)
+    state = scaling.FixedLossScale(scale).initial_state()
+    random = tf.constant([0, 0], tf.int64)
+    inputs = StepInputs(tf.constant(batch), weights, state, random, in_float32)
+
+    @tf.function
+    def run():
+        def replica():
+            found = replica_step(inputs, group=plan.groups[0], plan=plan)
+            outcome = found.outcome
+            return found.gradients, outcome.loss, outcome.gradient_norm, outcome.grads_finite
+
+        return plan.strategy.run(replica)
+
+    return tf.nest.map_structure(plan.strategy.experimental_local_results, run())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+def test_every_replica_has_the_unscaled_sum(mirrored, replicas, scale):
+    """L2, L7: on every replica the gradients are those of the mean over the global batch."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    plan = plan_of(in_scope(strategy, Pair), strategy=strategy)
+    (first, second), loss, norm, finite = step(plan, [1.0, 2.0, 3.0, 6.0], scale=scale)
+
+    assert [float(copy) for copy in first] == [3.0] * replicas
+    assert [float(copy) for copy in second] == [6.0] * replicas
+    assert [float(copy) for copy in loss] == [15.0] * replicas
+    np.testing.assert_allclose([float(copy) for copy in norm], np.sqrt(45), rtol=1e-6)
+    assert [bool(copy) for copy in finite] == [True] * replicas
+
+
+def in_scope(strategy, make):
+    """What a function makes in a strategy's scope."""
+    with strategy.scope():
+        return make()
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_one_bad_example_is_everybodys_verdict(mirrored, bad):
+    """L5: NaN in any replica's share makes the verdict false on every replica."""
+    plan = plan_of(in_scope(mirrored(3), Pair), strategy=mirrored(3))
+    batch = np.float32([1.0, 2.0, 3.0, 4.0])
+    batch[bad] = np.nan
+    *_, finite = step(plan, batch)
+
+    assert [bool(copy) for copy in finite] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "bound", [{}, {"clipvalue": 0.3}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}]
+)
+def test_branches_that_take_the_sums_alone_find_the_same_bits(bound):
+    """In a program that holds the whole step, gradients are computed again from their sums."""
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    plan = plan_of(
+        in_scope(strategy, Pair), strategy=strategy, updates=Updates(**bound), jit_compile="step"
+    )
+    state = scaling.FixedLossScale(2.0**10).initial_state()
+    random = tf.constant([0, 0], tf.int64)
+    inputs = StepInputs(tf.constant([3.0, 0.1]), tf.ones([2]), state, random, None)
+
+    @tf.function
+    def run():
+        found = replica_step(inputs, group=plan.groups[0], plan=plan)
+        lost = found._replace(gradients=None, evidence=found.evidence._replace(unscaled=None))
+        again = recompute_in_branch(lost, state, plan)
+        return found.gradients, again.gradients, found.evidence, again.evidence
+
+    first, again, evidence, evidence_again = plan.strategy.run(run)
+    assert [each.numpy().tobytes() for each in first] == [each.numpy().tobytes() for each in again]
+    tf.nest.map_structure(np.testing.assert_array_equal, evidence, evidence_again)
+
+
+def test_gradients_are_clipped_and_the_norm_is_not():
+    """L9: the gradients are within the bound, and the reported norm is that before clipping."""
+    plan = plan_of(Pair(), updates=Updates(clipvalue=4.0))
+    (first, second), _, norm, _ = step(plan, [3.0])
+
+    assert (float(first[0]), float(second[0])) == (3.0, 4.0)
+    assert float(norm[0]) == pytest.approx(np.sqrt(45))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_nothing_is_assigned(mirrored, replicas):
+    """L6: a replica's step changes no variable, not even BatchNorm's statistics."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    model = in_scope(strategy, keras_model)
+    plan = plan_of(model, strategy=strategy)
+    variables = [*model.variables, *plan.objectives[0].optimizer.variables]
+    before = [copy.tobytes() for variable in variables for copy in copies(variable)]
+    step(plan, np.ones([6, 2], np.float32))
+
+    assert [copy.tobytes() for variable in variables for copy in copies(variable)] == before
+
+
+@pytest.mark.parametrize(("in_float32", "exact"), [(False, False), (True, True)])
+def test_a_step_can_be_computed_in_float32(in_float32, exact):
+    """L11: in float32 a half-precision model computes without rounding to half."""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype="mixed_float16")
+    model = keras.Sequential([keras.Input([1], dtype="float32"), layer])
+
+    def compute_loss(batch, training):
+        return tf.cast(model(batch, training=training), tf.float32)[:, 0]
+
+    plan = plan_of(model, compute_loss, skips=Skips(on_stuck="float32", max_consecutive=1))
+    value = 1.0 + 2.0**-20  # rounds to 1 in float16
+    _, loss, *_ = step(plan, [[value]], in_float32=tf.constant(in_float32))
+
+    assert (float(loss[0]) == value) == exact
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_shares_are_the_batch(mirrored, on_replicas, replicas):
+    """Every replica gets its contiguous part of the batch and of the weights."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    shares = on_replicas(strategy, lambda: my_share(tf.range(5), tf.range(5.0)))
+
+    assert [int(row) for part in shares.batch for row in part] == [0, 1, 2, 3, 4]
+    assert [float(row) for part in shares.weights for row in part] == [0, 1, 2, 3, 4]
+    assert sum(map(int, shares.examples)) == 5
+
+
+def outcome(**fields):
+    """An outcome of zeros, with some fields replaced."""
+    zeros = tf.nest.map_structure(
+        lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(recorded=2)
+    )
+    return zeros._replace(**{name: tf.constant(value) for name, value in fields.items()})
+
+
+def test_the_variable_is_named_by_its_position_in_the_model():
+    """L17: the second group's only variable is the model's second one."""
+    optimizers = {name: keras.optimizers.SGD() for name in ("first", "second")}
+    model = Pair()
+
+    def compute_loss(batch, training):
+        del training
+        return {
+            "first": model.first.weight * batch,
+            "second": model.second.weight * batch,
+        }
+
+    plan = plan_of(
+        model, compute_loss, optimizer=optimizers, updates=Updates(alternate_optimizers=True)
+    )
+    table = NonfiniteTable(tf.zeros([1]), tf.zeros([1, 2]), tf.ones([1]))
+    gradients = [tf.constant(math.inf)]
+    evidence = Evidence(table, tf.constant(value=True), gradients, gradients)
+    state = scaling.NoLossScale().initial_state()
+    for place, group in enumerate(plan.groups):
+        result = ReplicaResult(outcome(), evidence, [], {}, (), ())
+        found = diagnosed(result, group, state, plan)
+
+        assert Cause(int(found.cause)) is Cause.BACKWARD
+        assert (int(found.bad_replica), int(found.bad_variable)) == (0, place)
+        assert (int(found.inf_count), int(found.nan_count)) == (1, 0)
+
+
+def test_no_variable_stays_no_variable():
+    """A bad loss names no variable."""
+    plan = plan_of(Pair())
+    table = NonfiniteTable(tf.ones([1]), tf.constant([[0.0, 3.0]]), tf.zeros([1]))
+    good = [tf.constant(1.0), tf.constant(1.0)]
+    evidence = Evidence(table, tf.constant(value=True), good, good)
+    result = ReplicaResult(outcome(), evidence, [], {}, (), ())
+    found = diagnosed(result, plan.groups[0], scaling.NoLossScale().initial_state(), plan)
+
+    assert Cause(int(found.cause)) is Cause.FORWARD
+    assert (int(found.bad_variable), int(found.nan_count)) == (-1, 3)
+
+
+def test_outcomes_of_groups_are_combined():
+    """Losses, counts and underflow add up, norms as the norm of both, and the largest magnitude counts;
+    the verdict and the cause are those of the later groups.
+    """
+    first = outcome(loss=1.0, gradient_norm=3.0, max_magnitude=8.0, underflow=[0.5, 0.0])
+    later = outcome(
+        loss=2.0,
+        gradient_norm=4.0,
+        max_magnitude=2.0,
+        underflow=[0.0, 0.25],
+        cause=int(Cause.BACKWARD),
+    )
+    first = first._replace(float8_amax=tf.constant([448.0, 0.0]))
+    later = later._replace(float8_amax=tf.constant([0.0, 7.0]))
+    counts = tf.range(float(COUNTS))
+    first = first._replace(magnitude_counts=counts)
+    later = later._replace(magnitude_counts=2.0 * counts)
+    found = combined(first._replace(grads_finite=tf.constant(value=True)), later)
+
+    assert [float(found.loss), float(found.gradient_norm), float(found.max_magnitude)] == [3, 5, 8]
+    assert found.underflow.numpy().tolist() == [0.5, 0.25]
+    assert found.float8_amax.numpy().tolist() == [448.0, 7.0]
+    assert found.magnitude_counts.numpy().tolist() == (3.0 * counts).numpy().tolist()
+    assert (bool(found.grads_finite), int(found.cause)) == (False, int(Cause.BACKWARD))
+
+
+def test_a_repeated_group_reports_its_last_update():
+    """Only the largest magnitude is taken over all updates of the same group."""
+    first, later = outcome(loss=1.0, max_magnitude=8.0), outcome(loss=2.0, max_magnitude=2.0)
+    found = combined(first, later, repeated=True)
+
+    assert [float(found.loss), float(found.max_magnitude)] == [2, 8]
+
+
+def test_an_unmeasured_magnitude_stays_unmeasured():
+    """NaN stands for a magnitude that was not measured, also in the combined outcome."""
+    unmeasured = outcome(max_magnitude=math.nan)
+
+    assert np.isnan(combined(unmeasured, unmeasured).max_magnitude)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_on_first_replica(mirrored, replicas):
+    """The first replica's values are taken, in the same structure."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+
+    def replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = tf.cast(tf.convert_to_tensor(index), tf.float32)
+        return Outcome(*[number + place for place, _ in enumerate(Outcome._fields)])
+
+    found = tf.function(lambda: on_first_replica(strategy.run(replica), strategy))()
+
+    assert [float(field) for field in found] == list(range(len(Outcome._fields)))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_branch_returns_its_finding(finite):
+    """The branch that the verdict takes runs, the other does not; its finding goes into the outcome,
+    whose other fields stay.
+    """
+    taken = tf.Variable(0)
+
+    def branch(number):
+        taken.assign(number)
+        fields = ("cause", "bad_replica", "bad_variable", "inf_count", "nan_count")
+        places = {name: number * 10 + place for place, name in enumerate(fields)}
+        return outcome(loss=-1.0, **places)
+
+    @tf.function
+    def run():
+        before = outcome(grads_finite=finite, loss=3.0, gradient_norm=5.0)
+        return apply_or_skip(before, lambda: branch(1), lambda: branch(2))
+
+    found, number = run(), 1 if finite else 2
+    assert int(taken) == number
+    assert (float(found.loss), float(found.gradient_norm)) == (3.0, 5.0)
+    assert (bool(found.grads_finite), int(found.cause)) == (finite, number * 10)
+    assert (int(found.bad_replica), int(found.bad_variable)) == (number * 10 + 1, number * 10 + 2)
+    assert (int(found.inf_count), int(found.nan_count)) == (number * 10 + 3, number * 10 + 4)

@@ -1,11 +1,10 @@
-"""`kept.py`: rows leave loops and branches of the graph by variables."""
+"""Rows leave loops and branches of the graph by variables."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.step.kept import Kept
-from trainer.step.microbatch import Rows
+from trainer.step.microbatch import Kept, Rows
 
 
 @pytest.mark.parametrize("compiled", [False, True])
