@@ -1,6 +1,7 @@
 """The inputs, the results and the constants of a forward and backward pass.
 
-`Kept` keeps the losses and the aux of a step for the program that passed its batch. An attempt may stand in a loop or in a branch of the graph, whose tensors are out of reach after it.
+`Kept` keeps the losses and the aux of a step for the program that passed its batch. An attempt may
+stand in a loop or in a branch of the graph, whose tensors are out of reach after it.
 So the rows wait in variables until the step has ended.
 """
 
