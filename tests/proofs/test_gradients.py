@@ -16,8 +16,8 @@ from proofs.prove import answer
 from proofs.source import loaded
 from proofs.table import ask_of
 from scaling.ops import gradients as scaled_gradients
-from trainer.step import gradients as squares
 from trainer.step import measure
+from trainer.step import measure as squares
 
 pytestmark = pytest.mark.thorough
 

@@ -6,9 +6,9 @@ verdict is known. It reads its weights as variables, as in a loop without such a
 gradient tape and custom gradient inside the model finds the variables that it looks for.
 
 The forward pass refuses token ids that Keras has rounded to half precision on their way to an
-`Embedding`. Layers cast floats, not integers. But a functional model casts all of its inputs to their declared
-dtypes. Keras declares floats where no `keras.Input` declares integers. float16 holds integers up to
-2048 and bfloat16 up to 256; larger ones become other ids, without an error.
+`Embedding`. Layers cast floats, not integers. But a functional model casts all of its inputs to
+their declared dtypes. Keras declares floats where no `keras.Input` declares integers. float16 holds
+integers up to 2048 and bfloat16 up to 256; larger ones become other ids, without an error.
 
 BatchNormalization of images is computed by TensorFlow's fused kernel.
 

@@ -11,15 +11,7 @@ import tensorflow as tf
 import scaling
 from proofs.protocols import verdict
 from proofs.protocols.search import search
-from trainer.step import (
-    TrainState,
-    apply,
-    attempt,
-    attempt_in_replica,
-    attempt_step,
-    outcomes,
-    replica,
-)
+from trainer.step import TrainState, apply, attempt, attempt_step
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -72,15 +64,15 @@ def events():
         return call
 
     places = [
-        (replica, "run_model"),
-        (replica, "sum_over_replicas"),
-        (replica.scaling, "unscale_gradients"),
-        (replica, "judge"),
+        (attempt, "run_model"),
+        (attempt, "sum_over_replicas"),
+        (attempt.scaling, "unscale_gradients"),
+        (attempt, "judge"),
         (attempt, "apply_on_all"),
         (apply, "apply_in_replica"),
-        (attempt_in_replica, "apply_in_replica"),
+        (attempt, "apply_in_replica"),
         (apply, "average_unsynchronized"),
-        (outcomes, "diagnose"),
+        (attempt, "diagnose"),
         (tf, "cond"),
     ]
     with contextlib.ExitStack() as stack:

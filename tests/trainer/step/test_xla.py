@@ -11,7 +11,7 @@ from generators import ONE_OF_EACH
 from helpers import IMAGES, LABELS, SmallImages, adam, assert_close, trained_small
 
 from trainer import Updates
-from trainer.step import attempt, replica
+from trainer.step import attempt
 from trainer.step.attempt import apply_or_skip
 from trainer.step.xla import (
     COMPILE_MODES,
@@ -249,9 +249,9 @@ def test_the_program_writes_no_squares(monkeypatch):
         sizes = r"(?:64,100|6400|32,200)"
         return re.findall(rf"multiply\S* = f32\[{sizes}\]", program_of(trainer))
 
-    assert replica.adds_in_rows is adds_in_rows
+    assert attempt.adds_in_rows is adds_in_rows
     assert squares() == []
-    monkeypatch.setattr(replica, "adds_in_rows", lambda *_: False)
+    monkeypatch.setattr(attempt, "adds_in_rows", lambda *_: False)
     assert squares()
 
 
