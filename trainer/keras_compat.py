@@ -18,6 +18,7 @@ Layers, losses and metrics:
 - `_dtype_policy`: the public setter quantizes, and writes into a map that layers share.
 - `_dtype`: to what an input is cast before the first layer.
 - `autocast_scope`: whether the layer that is being called casts its variables.
+- `_value`: a variable that the layer would read cast; the public `value` is.
 - `_keras_mask`: the mask of a tensor, which losses and metrics read.
 - `_loss_ids`, `_losses`: which layer added an entry of `model.losses`.
 - `_compile_loss`: the means that a compiled model's own `compute_loss` updates.
