@@ -253,7 +253,7 @@ def attributes_kept(optimizer: keras.optimizers.Optimizer) -> Callable[[], None]
     before, variables = dict(vars(optimizer)), list(optimizer._variables)
     items = [(each, copy.copy(each)) for each in before.values() if type(each) in (list, dict)]
 
-    def put_back() -> None:
+    def restore() -> None:
         vars(optimizer).clear()
         vars(optimizer).update(before)
         for each, content in items:
@@ -262,7 +262,7 @@ def attributes_kept(optimizer: keras.optimizers.Optimizer) -> Callable[[], None]
         if len(optimizer._variables) > len(variables):  # one that had not been built before
             track_anew(optimizer, variables)
 
-    return put_back
+    return restore
 
 
 AVERAGES = "_model_variables_moving_average"
@@ -781,7 +781,7 @@ def framework_random_state() -> FrameworkRandomState:
     """Returns the state of the global random generators of TensorFlow and Keras.
 
     `tf.random.set_seed` and `keras.utils.set_random_seed` are public; that the state can be read,
-    and put back later, is not.
+    and restored later, is not.
     """
     context = tf_context.context()
     return FrameworkRandomState(

@@ -191,7 +191,7 @@ class Trainer(Task):
             out assertions.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. While the model and the optimizer are built, the global generators of Python,
-            NumPy, TensorFlow and Keras are set to it; then they are put back. With None, the model
+            NumPy, TensorFlow and Keras are set to it; then they are restored. With None, the model
             draws from the global generators as they are, and a random seed is chosen for the steps.
 
     Args: Log and callbacks
@@ -294,7 +294,7 @@ class Trainer(Task):
         self._failed: OnlineLoop | None = None  # the same, if an error has ended it
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
-        self._lent_metrics: MetricsByName = {}
+        self._borrowed_metrics: MetricsByName = {}
         self._running: int | None = None  # the thread in which `train` takes steps
         self._averaging = False  # whether the model has averaged weights for the user's program
         self.stop_asked = False
@@ -379,18 +379,18 @@ class Trainer(Task):
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
         """The metrics in use: those of evaluation while it runs, otherwise those of training."""
-        if self._lent_metrics or not self._started:
-            return self._lent_metrics
+        if self._borrowed_metrics or not self._started:
+            return self._borrowed_metrics
         return self._parts.metrics.eval if self._evaluating else self._parts.metrics.train
 
     @contextlib.contextmanager
-    def lending(self, metrics: MetricsByName) -> Iterator[None]:
+    def using_metrics(self, metrics: MetricsByName) -> Iterator[None]:
         """Context manager in which `metrics` are those in use."""
-        self._lent_metrics = metrics
+        self._borrowed_metrics = metrics
         try:
             yield
         finally:
-            self._lent_metrics = {}
+            self._borrowed_metrics = {}
 
     @property
     def totals(self) -> Totals:
@@ -1012,7 +1012,7 @@ class Trainer(Task):
             check_same_data(self, {"": found}, "data", settings)
         with (
             self._with_workers(),
-            self._model_put_back(predicts=True),
+            self._model_restored(predicts=True),
             self._weights(averaged),
         ):
             return self._parts.evaluator.predict(found.dataset, precision)
@@ -1236,11 +1236,11 @@ class Trainer(Task):
         """Whether this thread is another one than that in which `train` takes steps."""
         return self._running not in (None, threading.get_ident())
 
-    def _model_put_back(self, *, predicts: bool = False) -> contextlib.AbstractContextManager[None]:
+    def _model_restored(self, *, predicts: bool = False) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager after which the model's variables are as they were."""
         if self._beside_train:  # `train` moves them meanwhile
             return contextlib.nullcontext()
-        return self._parts.evaluator.model_put_back(predicts=predicts)
+        return self._parts.evaluator.model_restored(predicts=predicts)
 
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model, with the weights that are evaluated, into a folder."""
@@ -1258,7 +1258,7 @@ class Trainer(Task):
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
 
         def evaluate(dataset: tf.data.Dataset) -> Results | None:
-            with self._model_put_back():
+            with self._model_restored():
                 return self._parts.evaluator.evaluate(dataset, precision, stoppable=stoppable)
 
         self._evaluating = True

@@ -13,13 +13,13 @@ import strategies
 import trainer
 import trainer.step
 
-ROOMS = [scaling, scaling.float8, strategies, trainer, trainer.step]
+FOLDERS = [scaling, scaling.float8, strategies, trainer, trainer.step]
 MODULES = [
     importlib.import_module(found.name)
     for package in (scaling, strategies, trainer)
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
-PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
+PUBLIC = [(folder, name) for folder in FOLDERS for name in folder.__all__]
 
 # Names without an example of their own, and the name whose example uses them.
 WITHOUT_EXAMPLE = {
@@ -46,25 +46,25 @@ WITHOUT_EXAMPLE = {
 }
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
-def test_all_lists_what_a_room_offers(room):
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.__name__)
+def test_all_lists_what_a_package_offers(folder):
     """`__all__` is sorted and lists exactly the public names that the package offers."""
     offered = {
         name
-        for name in dir(room)
-        if not name.startswith("_") and not inspect.ismodule(getattr(room, name))
+        for name in dir(folder)
+        if not name.startswith("_") and not inspect.ismodule(getattr(folder, name))
     }
 
-    assert sorted(room.__all__) == room.__all__
-    assert set(room.__all__) == offered
+    assert sorted(folder.__all__) == folder.__all__
+    assert set(folder.__all__) == offered
 
 
 @pytest.mark.parametrize(
-    ("room", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
+    ("folder", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_public_names_are_documented(room, name):
+def test_public_names_are_documented(folder, name):
     """Every public name has a docstring, and an example of its own or in another's docstring."""
-    value = getattr(room, name)
+    value = getattr(folder, name)
     has_example = ">>>" in (inspect.getdoc(value) or "")
 
     assert inspect.getdoc(value)

@@ -1,4 +1,4 @@
-"""The rooms: `docs/architecture.md` shows how they stand on each other, and each card lists its files."""
+"""The folders: `docs/architecture.md` shows how they stand on each other, and each readme lists its files."""
 
 import ast
 import pathlib
@@ -15,11 +15,11 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in FILES
 }
-ROOMS = sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
+FOLDERS = sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
 
 
-def floors():
-    """The rooms of each floor, from the top down, as the page draws them."""
+def layers():
+    """The folders of each layer, from the top down, as the page draws them."""
     [picture] = re.findall(r"```text\n(trainer .*?)```", PAGE, re.DOTALL)
     return [line.split("   ")[0].split("  ") for line in picture.splitlines()]
 
@@ -43,55 +43,55 @@ def imports(path):
         yield from (name for name in names if name in MODULES)
 
 
-def room_of(path):
+def folder_of(path):
     """The folder a file stands in."""
     return path.parent.relative_to(ROOT).as_posix()
 
 
-def test_the_picture_has_every_room_once():
-    """Each folder with code stands on one floor."""
-    assert sorted(room for floor in floors() for room in floor) == ROOMS
+def test_the_picture_has_every_folder_once():
+    """Each folder with code stands on one layer."""
+    assert sorted(folder for layer in layers() for folder in layer) == FOLDERS
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_import_goes_up(path):
-    """A file imports its own room and rooms on lower floors. The front of a package imports what it
+    """A file imports its own folder and folders on lower layers. The front of a package imports what it
     exports, wherever that stands; everyone may import `keras_compat`, which imports
     nothing of ours, and `fingerprint`, which imports only that.
     """
     everywhere = {"trainer.keras_compat", "trainer.fingerprint"}
     assert not list(imports(MODULES["trainer.keras_compat"]))
     assert {*imports(MODULES["trainer.fingerprint"])} == {"trainer.keras_compat"}
-    height = {room: -place for place, floor in enumerate(floors()) for room in floor}
-    own = room_of(path)
+    height = {folder: -place for place, layer in enumerate(layers()) for folder in layer}
+    own = folder_of(path)
     if path.name == "__init__.py" and own in {"scaling", "strategies", "trainer"}:
         return
     above = [
         name
         for name in imports(path)
         if name not in everywhere
-        and room_of(MODULES[name]) != own
-        and height[room_of(MODULES[name])] >= height[own]
+        and folder_of(MODULES[name]) != own
+        and height[folder_of(MODULES[name])] >= height[own]
     ]
 
     assert not above
 
 
 def test_trainer_has_few_loose_files():
-    """What does not belong to a room is the face of the package."""
-    loose = {path.name for path in FILES if room_of(path) == "trainer"}
+    """What does not belong to a folder is the face of the package."""
+    loose = {path.name for path in FILES if folder_of(path) == "trainer"}
 
     face = {"__init__.py", "trainer.py", "task.py", "flags.py"}
     assert loose == {*face, "fingerprint.py", "keras_compat.py", "tune.py"}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_each_card_lists_the_files_of_its_room(room):
-    """A room has a card with one row for each of its files, and names no file that is not there."""
-    card = (ROOT / room / "README.md").read_text()
-    rows = re.findall(r"^\| ([^|]*) \|", card, re.MULTILINE)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_readme_lists_the_files_of_its_folder(folder):
+    """A folder has a readme with one row for each of its files, and names no file that is not there."""
+    readme = (ROOT / folder / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|]*) \|", readme, re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row)}
-    there = {path.name for path in FILES if room_of(path) == room} - {"__init__.py"}
+    there = {path.name for path in FILES if folder_of(path) == folder} - {"__init__.py"}
 
     assert listed == there
 
@@ -102,7 +102,7 @@ def test_the_architecture_page_names_files_that_exist():
         assert (ROOT / place).exists(), place
 
 
-def test_the_card_of_the_benchmarks_lists_its_files():
+def test_the_readme_of_the_benchmarks_lists_its_files():
     """It lists each file of the folder."""
     folder = ROOT / "benchmarks"
     listed = re.findall(r"`(\w+\.(?:py|json))`", (folder / "README.md").read_text())

@@ -1,4 +1,4 @@
-"""Runs the commands in README, cards and docs as they are written there."""
+"""Runs the commands in the READMEs and docs as they are written there."""
 
 import pathlib
 import re

@@ -22,7 +22,7 @@ from trainer import Checkpoints, DataError, Divergence, Monitoring, Skips, Train
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.py"))
-ROOMS = [
+FOLDERS = [
     *("scaling", "scaling.layerwise", "scaling.float8", "strategies"),
     *("trainer", "trainer.callbacks", "trainer.step"),
 ]
@@ -164,9 +164,9 @@ def test_a_tutorial_is_shown_with_its_outputs(site, tutorial):
 
 def public_names():
     """Returns every public name with its package."""
-    rooms = {room: importlib.import_module(room).__all__ for room in ROOMS}
-    rooms["trainer.flags"] = ["define_flags", "make_trainer", "run_mode"]
-    return {f"{room}.{name}" for room, names in rooms.items() for name in names}
+    folders = {folder: importlib.import_module(folder).__all__ for folder in FOLDERS}
+    folders["trainer.flags"] = ["define_flags", "make_trainer", "run_mode"]
+    return {f"{folder}.{name}" for folder, names in folders.items() for name in names}
 
 
 def test_every_public_name_is_on_the_api_page():

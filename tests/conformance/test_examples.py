@@ -67,7 +67,7 @@ def test_loss_scaling_restores_vanishing_gradients():
 @pytest.mark.slow
 def test_every_rule_learns_what_float16_flushes_to_zero():
     """Every rule except a fixed scale of 1 learns weights whose gradients underflow at 1 and overflow
-    from 2^29 on. From 2^40, `headroom` skips at most 2 steps and `dynamic` more than 10. The card of
+    from 2^29 on. From 2^40, `headroom` skips at most 2 steps and `dynamic` more than 10. The README of
     `scaling` shows the same table.
     """
     rows, shown = (

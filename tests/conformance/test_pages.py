@@ -9,9 +9,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 # These are read first, so their code always runs; the other pages run with --full.
-CARDS = ["README.md", "scaling/README.md", "strategies/README.md", "trainer/README.md"]
+READMES = ["README.md", "scaling/README.md", "strategies/README.md", "trainer/README.md"]
 PAGES = [
-    *CARDS,
+    *READMES,
     "docs/from-gradscaler.md",
     "docs/from-keras.md",
     "docs/from-lightning.md",
@@ -29,7 +29,7 @@ PAGES = [
     "docs/troubleshooting.md",
     "docs/watching.md",
 ]
-SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in PAGES if page not in CARDS]
+SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in PAGES if page not in READMES]
 OTHERS = [
     "docs/architecture.md",
     "docs/catalogue.md",
@@ -51,12 +51,14 @@ SITE = [
 ]
 
 
-ROOMS = ["scaling", "strategies", "trainer"]
-# The cards of the rooms within a package, such as trainer/log/README.md.
-ROOM_CARDS = sorted(
-    str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).glob("*/README.md")
+FOLDERS = ["scaling", "strategies", "trainer"]
+# The READMEs of the folders within a package, such as trainer/log/README.md.
+FOLDER_READMES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in FOLDERS
+    for path in (ROOT / folder).glob("*/README.md")
 )
-CARDS_WITH_CODE = [card for card in ROOM_CARDS if "```py" in (ROOT / card).read_text()]
+READMES_WITH_CODE = [readme for readme in FOLDER_READMES if "```py" in (ROOT / readme).read_text()]
 # Files that a page names and that are not ours: the reader's own, and another project's.
 FOREIGN_FILES = {"controller.py", "scaling.py", "standard_runner.py", "strategies.py", "train.py"}
 # Examples of keras-io, with which examples/README.md compares.
@@ -84,7 +86,7 @@ def without_numbers(text):
 
 # NumPy 2 raises this warning when Keras saves a model.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-@pytest.mark.parametrize("page", [*CARDS, *CARDS_WITH_CODE, *SLOW])
+@pytest.mark.parametrize("page", [*READMES, *READMES_WITH_CODE, *SLOW])
 def test_python_in_pages_runs(page, tmp_path, capsys):
     """The Python blocks of a page run in order, and print what the page shows: consoles exactly,
     others up to numbers that differ between machines.
@@ -120,7 +122,7 @@ def test_pages_import_trainer_first(page):
         assert "trainer" not in order or order[0] == "trainer", line
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES, *OTHERS, *ROOM_CARDS, *SITE}))
+@pytest.mark.parametrize("page", sorted({*PAGES, *OTHERS, *FOLDER_READMES, *SITE}))
 def test_relative_links_lead_to_files(page):
     """Every relative link of a page names a file that exists."""
     text = (ROOT / page).read_text()
@@ -143,19 +145,19 @@ def named_files(text):
 def exists_for(page, name):
     """Returns whether a file exists as a page names it.
 
-    A path starts at the repository's root, at the page's folder, or at the package of a room's card.
-    A bare file name may stand for a file in any folder below a card's own, and on the other pages in
-    any room.
+    A path starts at the repository's root, at the page's folder, or at the package of a folder's readme.
+    A bare file name may stand for a file in any folder below a readme's own, and on the other pages in
+    any folder.
     """
     folder = (ROOT / page).parent
     if any((start / name).exists() for start in (ROOT, folder, ROOT / page.split("/")[0])):
         return True
-    is_card = page.startswith(tuple(f"{room}/" for room in ROOMS))
-    below = [folder] if is_card else [ROOT / top for top in ("benchmarks", "examples", *ROOMS)]
+    in_package = page.startswith(tuple(f"{folder}/" for folder in FOLDERS))
+    below = [folder] if in_package else [ROOT / top for top in ("benchmarks", "examples", *FOLDERS)]
     return "/" not in name and any(any(top.rglob(name)) for top in below)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *ROOM_CARDS, "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *FOLDER_READMES, "CHANGELOG.md"])
 def test_named_files_exist(page):
     """Every file of the repository that a page names in a code span exists."""
     names = set(named_files((ROOT / page).read_text())) - FOREIGN_FILES

@@ -154,7 +154,7 @@ class KerasCallbacks(Callback):
         self._call("on_train_begin")
         self._begun, self._loaded = True, None
         if state:
-            self._put_back(state)
+            self._restore_attributes(state)
         if self._stopped:
             logging.warning(
                 "A Keras callback has set model.stop_training before, which has ended this run. To "
@@ -257,7 +257,7 @@ class KerasCallbacks(Callback):
         """Restores what `state_dict` returned, at once or after `on_train_begin`."""
         if self._list:
             self._reset()
-            self._put_back(state)
+            self._restore_attributes(state)
         else:
             self._loaded = state
 
@@ -269,13 +269,13 @@ class KerasCallbacks(Callback):
                 if not same(now[name], made[name]):
                     setattr(callback, name, copy.deepcopy(made[name]))
 
-    def _put_back(self, state: dict[str, Any]) -> None:
+    def _restore_attributes(self, state: dict[str, Any]) -> None:
         """Sets the attributes of callbacks to what `state_dict` returned."""
         for key, callback in self._keyed():
             for name, value in state["callbacks"].get(key, {}).items():
                 setattr(callback, name, value)
         self._loss_sum, self._weight_sum = state["sums"]
-        self._metrics = state.get("metrics", {})  # older states have none
+        self._metrics = state["metrics"]
         self._stopped = state["stopped"]
 
     def _keyed(self) -> list[tuple[str, keras.callbacks.Callback]]:

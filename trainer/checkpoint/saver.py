@@ -75,7 +75,7 @@ class CheckpointSaver:
         self.facts: Facts = {}
         # Sizes and checksums of the files of that checkpoint; None while they are not known.
         self.files: Facts | None = None
-        # The previous values of `latest` and `facts`, put back if the current write fails.
+        # The previous values of `latest` and `facts`, restored if the current write fails.
         self._previous: tuple[pathlib.Path | None, Facts] = (None, {})
         # Size of each file of the last checkpoint, keyed by file name without suffix.
         self.bytes: dict[str, int] = {}

@@ -194,7 +194,7 @@ class Evaluator:
         return tf.nest.map_structure(joined, *outputs)
 
     @contextlib.contextmanager
-    def model_put_back(self, *, predicts: bool = False) -> Iterator[None]:
+    def model_restored(self, *, predicts: bool = False) -> Iterator[None]:
         """Context manager: restores what the model assigns by itself, so that no run is changed.
 
         Those are `tf.Variable`s, and the states of `tf.random.Generator`s. What it assigns to Keras

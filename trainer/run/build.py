@@ -326,7 +326,7 @@ def create_metric_variables(trainer: "Trainer", metrics: Metrics, batch: Batch) 
         trainer.update_metrics(examples, aux)
 
     for own in metrics:
-        with trainer.lending(own):
+        with trainer.using_metrics(own):
             call_without_effect(update, batch, trainer)
     return any(map(is_metric_built, unbuilt))
 

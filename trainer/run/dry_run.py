@@ -1,17 +1,19 @@
 """Tries a step, an evaluation and a checkpoint before a long run, and restores all variables."""
 
+import contextlib
 import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import check_integer
-from trainer.base.tracking import tracked_variables
+from trainer.base.tracking import tracked, tracked_variables
 from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
@@ -20,11 +22,10 @@ from trainer.log.digits import format_number
 from trainer.log.model_table import frozen_parameters, total_size, variable_rows
 from trainer.log.run_log import format_results
 from trainer.log.summary import format_bytes, power_of_two
-from trainer.run.build import make_checkpoints
+from trainer.run.build import attributes_of, make_checkpoints
 from trainer.run.gradient_check import check_gradients
 from trainer.run.memory import Memory, memory_of
 from trainer.run.parts import Parts
-from trainer.run.put_back import put_back
 from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.rollback import copies_of, read_copies, write_copies
@@ -97,6 +98,26 @@ class Overfit(NamedTuple):
         return f"one batch, {len(self.losses)} steps: loss {path}, {self.skipped} skipped"
 
 
+@contextlib.contextmanager
+def state_restored(trainer: "Trainer", parts: Parts) -> Iterator[None]:
+    """Context manager: restores all variables that a trainer holds when the block ends."""
+    own = [trainer.model, trainer.optimizer, parts.state, parts.metrics]
+    roots = [*own, *attributes_of(trainer).values()]
+    variables = tracked_variables(roots)
+    before = read_copies(variables, trainer.strategy)
+    known = {id(variable) for variable in variables}
+    parts.state.halted.assign(value=False)  # a run that was stuck takes steps here
+    try:
+        yield
+    finally:
+        write_copies(variables, before, trainer.strategy)
+        # Some metrics create their variables in their first update: these had no value before.
+        metrics = [item for item in tracked(*roots) if isinstance(item, keras.metrics.Metric)]
+        for metric in metrics:
+            if any(id(variable) not in known for variable in metric.variables):
+                metric.reset_state()
+
+
 def dry_run(
     trainer: "Trainer",
     parts: Parts,
@@ -112,7 +133,7 @@ def dry_run(
         evaluate: a function that returns the results on one batch; None for no evaluation.
     """
     began = time.perf_counter()
-    with put_back(trainer, parts):
+    with state_restored(trainer, parts):
         iterator = iter(untuned(data.endless()))
         report, _ = parts.run_steps(iterator, tf.constant(1))
         first = step_of(StepReport(*(field.numpy() for field in report)), 0)
@@ -155,7 +176,7 @@ def check_overfit_steps(steps: Any) -> None:
 def overfit(trainer: "Trainer", parts: Parts, data: Batches, steps: int) -> Overfit:
     """Trains on the first batch repeatedly, then restores all variables exactly."""
     dataset = repeat_first_batch(data)
-    with put_back(trainer, parts):
+    with state_restored(trainer, parts):
         report, _ = parts.run_steps(iter(dataset), tf.constant(steps))
         losses, applied = report.loss.numpy(), report.grads_finite.numpy()
     return Overfit(losses, int((~applied).sum()))

@@ -148,8 +148,8 @@ def make_slots(trainer: "Trainer", wanted: Slots | None = None) -> bool:
             try:
                 undo.append(add_slots(optimizer, order, trainer))
             except ValueError:
-                for put_back in undo:
-                    put_back()
+                for restore in undo:
+                    restore()
                 raise
     return bool(undo)
 
