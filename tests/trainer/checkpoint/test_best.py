@@ -62,21 +62,6 @@ def test_the_best_stay(tmp_path, losses, which, kept, stay):
 
 
 @given(
-    losses=st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, NAN]), max_size=8),
-    keep=st.integers(1, 3),
-    which=st.sampled_from(["lowest", "highest"]),
-)
-def test_the_best_are_the_first_of_a_sorted_list(tmp_path_factory, losses, keep, which):
-    """For any sequence of results, the kept models are the first of the sorted results."""
-    _, stay = consider(tmp_path_factory.mktemp("run"), losses, keep, which)
-    sign = 1 if which == "lowest" else -1
-    numbers = [(step, loss) for step, loss in enumerate(losses, 1) if not math.isnan(loss)]
-    ranked = sorted((sign * loss, step) for step, loss in numbers)
-
-    assert stay == sorted(step for _, step in ranked[:keep])
-
-
-@given(
     losses=st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, NAN]), max_size=12),
     saved_every=st.integers(1, 4),
     rolled_back_at=st.sets(st.integers(1, 12)),
