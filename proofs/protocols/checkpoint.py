@@ -45,6 +45,10 @@ class Contents:
         """Nothing is read yet."""
         self.text = ""
 
+    def holds(self) -> list[Any]:
+        """Returns the variables that are saved: none."""
+        return []
+
     def write(self, target: str) -> None:
         """Writes the file."""
         (pathlib.Path(target) / "data").write_text(self.text)
