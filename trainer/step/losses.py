@@ -354,13 +354,17 @@ def weights_of_rows(
     )
 
 
-def warn_of_losses_per_example(
-    model: keras.Model, entries: Sequence[tf.Tensor], weights: tf.Tensor
+def warn_of_added_losses(
+    model: keras.Model, entries: Sequence[tf.Tensor], weights: tf.Tensor, *, divided: bool
 ) -> None:
-    """Warns once about each layer that adds one number per example, which `fit` would sum."""
+    """Warns once about each layer whose losses may count for something else than in `fit`.
+
+    `fit` sums a loss with one number per example. Where batches are divided, a scalar counts by
+    its share's fraction of the examples, which is right for a mean, and not for a sum.
+    """
     for entry in entries:
+        layer = layer_that_added(model, entry)
         if may_be_per_example(entry, weights):
-            layer = layer_that_added(model, entry)
             inner = entry.shape[1:] if entry.shape.rank else ()
             shape = ", ".join(["examples", *map(str, inner)])
             warn_once(
@@ -368,6 +372,11 @@ def warn_of_losses_per_example(
                 "trainer takes its weighted mean over the global batch, as it does with the losses "
                 "from compute_loss. Keras's fit sums it, so that it grows with the batch size. Add "
                 "tf.reduce_mean(loss) to be independent of this rule."
+            )
+        elif divided and layer is not None:
+            warn_once(
+                f"{name_of(layer)} adds a scalar loss. This run divides its batches, so the scalar "
+                "must be a mean over examples; instead of a sum, add one number per example."
             )
 
 

@@ -61,8 +61,8 @@ from trainer.step.losses import (
     mask_weightless,
     recorded_losses,
     shared_with,
+    warn_of_added_losses,
     warn_of_forgotten_losses,
-    warn_of_losses_per_example,
     weighted_mean,
 )
 from trainer.step.measure import count_nonfinite
@@ -96,7 +96,8 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         tape.watch([*weights, *given, *probes, *outside.values()])
         with layers_prepared(plan, probes), gathers(inputs, plan):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
-        warn_of_losses_per_example(plan.model, passed.added, share.weights)
+        divided = not plan.single_pass
+        warn_of_added_losses(plan.model, passed.added, share.weights, divided=divided)
         means = {
             id(loss): part_of_loss(loss, inputs, plan) for loss in distinct(passed.losses.values())
         }

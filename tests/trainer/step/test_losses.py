@@ -361,6 +361,43 @@ def test_one_number_per_example_is_weighted_as_the_losses_are(
     ]
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("how", ["in training", "regularizer of outputs"])
+def test_a_scalar_of_a_layer_is_named_where_batches_are_divided(caplog, how, num_microbatches):
+    """L8: a sum over examples counts for less on shares of a batch than on the whole batch. A warning
+    names the layer that adds a scalar; nothing is said of a weight's regularizer, and of whole batches.
+    """
+
+    class Penalty(keras.layers.Layer):
+        def call(self, x, training=None):
+            if training:
+                self.add_loss(0.01 * keras.ops.sum(x**2))
+            return x
+
+    name = f"scalar_{how.replace(' ', '_')}_{num_microbatches}"
+    last = Penalty(name=name)
+    if how != "in training":
+        last = keras.layers.Dense(1, activity_regularizer="l2", name=name)
+
+    def model():
+        dense = keras.layers.Dense(1, kernel_regularizer="l2", kernel_initializer="ones")
+        return keras.Sequential([keras.Input([3]), dense, last])
+
+    trainer = Trainer(
+        model=model,
+        optimizer="sgd",
+        loss_fn="mse",
+        num_microbatches=num_microbatches,
+        verbose=False,
+    )
+    with caplog.at_level("WARNING"):
+        trainer.train((np.ones([8, 3]), np.zeros([8, 1])), steps=1, global_batch=8)
+
+    said = [each.getMessage() for each in caplog.records if "scalar" in each.getMessage()]
+    assert len(said) == (num_microbatches > 1)
+    assert all(repr(name) in text for text in said)
+
+
 def check_one_step_is_as_in_keras(model, data):
     """Trains for one step with `fit`'s step and with ours, and compares the weights."""
     plain = model()
