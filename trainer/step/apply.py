@@ -57,7 +57,7 @@ def apply_on_all(
     Args:
         result: each replica's result.
         written: what the forward pass would have assigned; the same on all replicas.
-        before: what to restore after a skip, and its values before the step.
+        before: what the passes write themselves, and its values before the step.
         group: the update group whose variables to update.
         plan: the run's constants.
         last: whether this is the last group of the step, after which metrics are updated.
@@ -160,7 +160,7 @@ def average_unsynchronized(before: Before, plan: StepPlan) -> None:
         return
     given = {id(tensorflow_variable(seed)) for seed in plan.seeds}  # new keys in each pass
     in_replica = strategies.capabilities(plan.strategy).decides_in_replica
-    for variable, copies in zip(before.passes, before.copies, strict=False):
+    for variable, copies in zip(*before, strict=True):
         apart = is_read_apart(variable) or (not in_replica and is_assigned_apart(variable))
         if not apart or id(variable) in given:
             continue

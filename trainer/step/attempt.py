@@ -62,7 +62,7 @@ class Attempt(NamedTuple):
     outcome: Outcome
     loss_scale: tf.Tensor  # shape=(), float32: the scale of this attempt
     scale_state: ScaleState  # after the attempt
-    without_retry: ScaleState  # after the attempt, if the step is not attempted again
+    without_retry: ScaleState  # after one overflow of the first attempt; kept if no scale helps
     retry: tf.Tensor  # shape=(), bool: whether to retry at the scale in `scale_state`
 
 
@@ -115,7 +115,7 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
     else:
         last, retries = attempt_at(state), tf.constant(0)
     if strategies.capabilities(plan.strategy).asynchronous:
-        # After retries, or where some steps say nothing about the scale, not one verdict led here.
+        # `merge` replays one verdict. After retries, or with steps in float32, there is none.
         single = not plan.skips.retries and in_float32 is None
         verdict = verdict_for_rule(last.outcome, plan) if single else None
         run.loss_scaler.merge(state, last.scale_state, verdict)
@@ -181,9 +181,10 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
         inputs: the step's inputs, with the scale state to use.
         plan: the run's constants.
     """
-    passes, updates = written_in_passes(inputs, plan), list(plan.updated)
-    restored = [*passes, *updates]
-    before = Before(passes, updates, read_copies(restored, plan.strategy))
+    passes = written_in_passes(inputs, plan)
+    restored = [*passes, *plan.updated]
+    copies = read_copies(restored, plan.strategy)
+    before = Before(passes, copies[: len(passes)])
     in_replica = strategies.capabilities(plan.strategy).decides_in_replica
     attempt = attempt_in_replica if in_replica else attempt_groups
     outcome = attempt(inputs, before, plan)
@@ -191,9 +192,10 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
         tf.cond(
             outcome.grads_finite,
             lambda: True,
-            lambda: write_copies(restored, before.copies, plan.strategy),
+            lambda: write_copies(restored, copies, plan.strategy),
         )
     verdict = verdict_for_rule(outcome, plan)
+    # By the true cause, which the rule may not be told: see `attribute_causes`.
     curable = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
     state = inputs.scale_state
     without_retry = plan.rule.advance(state, verdict)
@@ -215,7 +217,7 @@ def attempt_groups(
 
     Args:
         inputs: the step's inputs.
-        before: what to restore after a skip, and its values before the step.
+        before: what the passes write themselves, and its values before the step.
         plan: the run's constants.
         first: index in `plan.turns` of the first group to attempt.
 
@@ -261,11 +263,11 @@ def attempt_groups(
 
 
 def attempt_in_replica(inputs: StepInputs, before: Before, plan: StepPlan) -> Outcome:
-    """Attempts all update groups; see `attempt.attempt_groups`. Call it in cross-replica context.
+    """Attempts all update groups; see `attempt_groups`. Call it in cross-replica context.
 
     Args:
         inputs: the step's inputs.
-        before: what to restore after a skip, and its values before the step.
+        before: what the passes write themselves, and its values before the step.
         plan: the run's constants.
     """
     turns = len(plan.turns)
@@ -291,7 +293,7 @@ def attempt_from(
         first: index in `plan.turns` of the first group to attempt.
         inputs: the step's inputs.
         sources: the result of `key_source` for each of `plan.turns`.
-        before: what to restore after a skip, and its values before the step.
+        before: what the passes write themselves, and its values before the step.
         plan: the run's constants.
     """
     group: UpdateGroup = plan.turns[first]
@@ -316,12 +318,15 @@ def attempt_from(
     return outcome
 
 
-# 2 to 8. On each replica: share, microbatches, forward, backward, reduce, judge, clip. Nothing is
-# assigned here, and all replicas reach the same verdict.
+# 2 to 8. On each replica: share, microbatches, forward, backward, reduce, judge, clip. No variable
+# of a Keras model is assigned here, and all replicas reach the same verdict.
 
 
 def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> ReplicaResult:
-    """Computes one replica's part of an update, ready to apply. Assigns nothing.
+    """Computes one replica's part of an update, ready to apply.
+
+    It assigns none of a Keras model's variables. What a pass writes itself, as of a `tf.Module`, is
+    restored after a skip.
 
     Args:
         inputs: the step's inputs, in which `random` is the result of `randomness.key_source`.

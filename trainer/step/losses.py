@@ -31,7 +31,7 @@ from trainer.base.trace_apart import is_apart
 from trainer.base.warn_once import warn_once
 from trainer.keras_compat import all_layers, layer_that_added, outputs_of_called, replaced_calls
 from trainer.step.gather import scalar_loss
-from trainer.step.microbatch import GlobalBatchSize
+from trainer.step.microbatch import GlobalBatchSize, MicrobatchPlan
 from trainer.step.objective import ONLY, Objective
 from trainer.step.types import Aux, Batch
 
@@ -355,7 +355,7 @@ def weights_of_rows(
 
 
 def warn_of_added_losses(
-    model: keras.Model, entries: Sequence[tf.Tensor], weights: tf.Tensor, *, divided: bool
+    entries: Sequence[tf.Tensor], weights: tf.Tensor, plan: MicrobatchPlan
 ) -> None:
     """Warns once about each layer whose losses may count for something else than in `fit`.
 
@@ -363,7 +363,7 @@ def warn_of_added_losses(
     its share's fraction of the examples, which is right for a mean, and not for a sum.
     """
     for entry in entries:
-        layer = layer_that_added(model, entry)
+        layer = layer_that_added(plan.model, entry)
         if may_be_per_example(entry, weights):
             inner = entry.shape[1:] if entry.shape.rank else ()
             shape = ", ".join(["examples", *map(str, inner)])
@@ -373,7 +373,7 @@ def warn_of_added_losses(
                 "from compute_loss. Keras's fit sums it, so that it grows with the batch size. Add "
                 "tf.reduce_mean(loss) to be independent of this rule."
             )
-        elif divided and layer is not None:
+        elif layer is not None and not plan.single_pass:
             warn_once(
                 f"{name_of(layer)} adds a scalar loss. This run divides its batches, so the scalar "
                 "must be a mean over examples; instead of a sum, add one number per example."

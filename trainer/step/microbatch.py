@@ -80,7 +80,7 @@ class Microbatch(NamedTuple):
     # What the forward pass would have assigned. Floats are multiplied by the share's fraction of
     # the examples, so that their sum over all shares is a mean.
     written: Values
-    replaced: Values  # values of variables that are replaced: see `differentiate.split_replaced`
+    replaced: Values  # values of variables that are replaced: see `passes.split_replaced`
     rows: Rows
 
 
@@ -98,7 +98,7 @@ class MicrobatchPlan:
     # Whether a step is one microbatch on one replica. If so, its gradients are not summed with
     # others, and `diagnose` checks them after a skip, so the pass itself does not check them.
     single_pass: bool
-    fuse_batch_norm: bool  # whether to use TensorFlow's fused kernel: see `batch_norm`
+    fuse_batch_norm: bool  # whether to use TensorFlow's fused kernel: see `fused_batch_norm`
     earlier: tuple[str, ...] = ()  # names of the objectives whose optimizers had their turn before
     # Whether a loss is one number, a function of the whole global batch: see `gather`.
     global_loss: bool = False

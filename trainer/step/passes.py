@@ -1,9 +1,10 @@
-"""Forward and backward through one microbatch, as a pure function of values.
+"""Forward and backward through one microbatch.
 
-Nothing is assigned here. A Keras model runs inside `keras.StatelessScope`: what it would have
-assigned (BatchNorm's statistics, counters) is returned as a result, to be kept or dropped once the
-verdict is known. It reads its weights as variables, as in a loop without such a scope. So every
-gradient tape and custom gradient inside the model finds the variables that it looks for.
+No variable of a Keras model is assigned here. The model runs inside `keras.StatelessScope`: what it
+would have assigned (BatchNorm's statistics, counters) is returned as a result, to be kept or
+dropped once the verdict is known. It reads its weights as variables, as in a loop without such a
+scope. So every gradient tape and custom gradient inside the model finds the variables that it looks
+for.
 
 The forward pass refuses token ids that Keras has rounded to half precision on their way to an
 `Embedding`. Layers cast floats, not integers. But a functional model casts all of its inputs to
@@ -96,8 +97,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         tape.watch([*weights, *given, *probes, *outside.values()])
         with layers_prepared(plan, probes), gathers(inputs, plan):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
-        divided = not plan.single_pass
-        warn_of_added_losses(plan.model, passed.added, share.weights, divided=divided)
+        warn_of_added_losses(passed.added, share.weights, plan)
         means = {
             id(loss): part_of_loss(loss, inputs, plan) for loss in distinct(passed.losses.values())
         }

@@ -96,7 +96,7 @@ class StepPlan:
     weights: tuple[Variable, ...]  # `model.trainable_variables` when the step was planned
     # Variables that were frozen for a while, and the number of updates that each one missed.
     missed: tuple[tuple[Variable, int], ...] = ()
-    reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
+    reduction: str = "mean"  # one of `gather.LOSS_REDUCTIONS`
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
     kept: Kept | None = None  # what keeps losses and aux of each example; None keeps nothing
 

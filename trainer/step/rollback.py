@@ -20,11 +20,10 @@ Copies: TypeAlias = list[list[tf.Tensor]]
 
 
 class Before(NamedTuple):
-    """What is restored if a step is skipped, with the values from before the step."""
+    """What forward and backward passes write themselves, with the values from before the step."""
 
-    passes: list[Variable | ByHandle]  # what forward and backward passes write
-    updates: list[Variable]  # what the step's updates but the last write
-    copies: Copies  # the values of both, in this order
+    variables: list[Variable | ByHandle]
+    copies: Copies
 
 
 def read_copies(

@@ -215,7 +215,7 @@ def test_own_writes_are_averaged(mirrored, moves, kind):
     for copy in strategy.experimental_local_results(variable):
         copy.assign(0.9)
     old = copies(variable)
-    before = Before([variable], [], [[tf.constant(old[0])]])
+    before = Before([variable], [[tf.constant(old[0])]])
     plan = SimpleNamespace(seeds=(), strategy=strategy)
 
     @tf.function
@@ -240,7 +240,7 @@ def test_own_writes_are_averaged(mirrored, moves, kind):
 def own_copies(strategy, replica, variables):
     """The replicas' copies of variables after each has run `replica` and they were combined."""
     values = [[tf.constant(copies(variable)[0])] for variable in variables]
-    before = Before(variables, [], values)
+    before = Before(variables, values)
     plan = SimpleNamespace(seeds=(), strategy=strategy)
 
     @tf.function
