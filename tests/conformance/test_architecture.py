@@ -128,3 +128,23 @@ def test_functions_fit_on_a_screen(path):
         fits = lines <= 50 and len(names) <= 8
 
         assert fits or place in PUBLIC_SETTINGS, f"{place}: {lines} lines, {len(names)} parameters"
+
+
+def test_the_walk_of_a_batch_names_lines_of_the_code(request):
+    """Each row of the page's walk through a step names a line at which a function or class begins."""
+    page = ROOT / "docs/architecture.md"
+
+    def at_its_line(match):
+        source = (ROOT / match["file"]).read_text()
+        [begins] = re.finditer(rf"^(?:def|class) {match['name']}\b", source, re.MULTILINE)
+        line = source[: begins.start()].count("\n") + 1
+        return f"| `{match['file']}:{line}` | `{match['name']}` |"
+
+    text = page.read_text()
+    walk = r"\| `(?P<file>[\w/]+\.py):\d+` \| `(?P<name>\w+)` \|"
+    expected = re.sub(walk, at_its_line, text)
+    if request.config.getoption("--regenerate"):
+        page.write_text(expected)
+
+    assert len(re.findall(walk, text)) > 20
+    assert page.read_text() == expected
