@@ -1,25 +1,30 @@
-"""A griffe extension that shows the values of defaults in `Trainer`, not the fields' names."""
+"""A griffe extension that shows the defaults of settings, not how their fields are made."""
 
 from typing import Any
 
 import griffe
 
-# Modules whose classes hold defaults, in the order in which one refers to the next.
-HOMES = ("config.groups", "config.checkpoints", "config.skips", "step.clip")
+# The groups of settings, by their places in the package.
+GROUPS = (
+    "callbacks.monitoring.Monitoring",
+    "checkpoint.settings.Checkpoints",
+    "losses.settings.Losses",
+    "step.skips.Skips",
+    "step.updates.Updates",
+)
 
 
 class Defaults(griffe.Extension):
-    """Replaces defaults like `RunConfig.steps_per_loop` by the value that the field has."""
+    """Replaces `count(10)`, the value of a field in the source, by the field's default."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Edits the signature of `Trainer.__init__`, once the whole package is loaded."""
+        """Edits the fields of the groups, once the whole package is loaded."""
         if pkg.name != "trainer":
             return
-        for parameter in pkg["trainer.Trainer.__init__"].parameters:
-            for module in HOMES:
-                owner, _, field = str(parameter.default).partition(".")
-                if owner in pkg[module].members and field in pkg[module][owner].members:
-                    parameter.default = default_of(pkg[module][owner][field].value)
+        for group in GROUPS:
+            for member in pkg[group].members.values():
+                if member.is_attribute:
+                    member.value = default_of(member.value)
 
 
 def default_of(value: griffe.Expr | str | None) -> str:

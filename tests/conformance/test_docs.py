@@ -1,10 +1,10 @@
 """Tests that the documentation site builds, is complete, and works without a network."""
 
 import ast
+import dataclasses
 import html.parser
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import pathlib
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from marking import laws_of
 
-from trainer import Checkpoints, DataError, Divergence, Monitoring, Skips, Trainer
+from trainer import Checkpoints, DataError, Divergence, Losses, Monitoring, Skips, Trainer, Updates
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -245,13 +245,13 @@ def test_the_fields_of_the_log_are_listed(tmp_path):
 
 @pytest.mark.extras
 def test_the_site_shows_the_values_of_defaults():
-    """Every default of `Trainer` is shown as the value that it has, not as a field of a group."""
+    """Every default of a group of settings is shown as the value that it has, not as a call."""
     griffe = pytest.importorskip("griffe", reason="pip install -e '.[docs]'")
     extensions = griffe.load_extensions(str(DOCS / "site_defaults.py"))
     package = griffe.load("trainer", search_paths=[ROOT], extensions=extensions)
-    shown = {each.name: each.default for each in package["trainer.Trainer.__init__"].parameters}
-    real = inspect.signature(Trainer.__init__).parameters
-
-    for name, parameter in real.items():
-        if parameter.default is not inspect.Parameter.empty:
-            assert eval(str(shown[name]), {}) == parameter.default, name  # noqa: S307  # a literal
+    for group in (Checkpoints, Losses, Monitoring, Skips, Updates):
+        shown = package[f"{group.__module__.partition('.')[2]}.{group.__name__}"].members
+        for field in dataclasses.fields(group):
+            if field.default is not dataclasses.MISSING:
+                default = eval(str(shown[field.name].value), {})  # noqa: S307  # a literal
+                assert default == field.default, field.name

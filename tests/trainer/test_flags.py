@@ -219,7 +219,7 @@ def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
 
     run("--seed=1")
     first = written.read_text()
-    with pytest.raises(ValueError, match="`seed` must be the same"):
+    with pytest.raises(ValueError, match="`seed` must"):
         run("--seed=2", "--steps=4")
     run("--mode=eval", "--log_interval=7")
     assert written.read_text() == first

@@ -310,7 +310,7 @@ def test_a_refused_pipeline_takes_no_step(tmp_path):
     with pytest.raises(ValueError, match="train_data") as error:
         trainer.train(from_python(), steps=3)
 
-    assert "got one with the stateful operation PyFunc" in str(error.value)
+    assert "PyFunc" in str(error.value)
     assert trainer.totals.attempted == 0
     assert list(tmp_path.glob("ckpt-*")) == []
     for arguments in (

@@ -148,11 +148,8 @@ def test_predictions_of_replicas_have_one_shape(mirrored):
     assert trainer.predict(np.array(["a b", "a", "b a", "b"]), global_batch=4).shape == (4, 2, 2)
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         trainer.predict(np.array(["a b a", "a", "b a", "b"]), global_batch=4)
-    assert (
-        "`predict_batch` must return rows of one shape on all replicas, because they are joined into "
-        "one array. Pad to one length, as with output_sequence_length= of TextVectorization, or "
-        "return a tf.RaggedTensor. The rows have the shapes] [3 2] [2 2]"
-    ) in str(error.value)
+    assert "`predict_batch` must" in str(error.value)
+    assert "[3 2] [2 2]" in str(error.value)
 
 
 class Doubling(tf.Module):

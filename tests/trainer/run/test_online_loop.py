@@ -151,7 +151,7 @@ def test_a_run_without_data_resumes(tmp_path):
     line = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False)
     for _ in range(3):
         line.train_on_batch(slopes(1.0))
-    with pytest.raises(RuntimeError, match="has been writing since"):
+    with pytest.raises(RuntimeError, match="`model_dir` must"):
         Linear(model_dir=tmp_path, verbose=False).train_on_batch(slopes(1.0))
     del line  # as when its process ends
     gc.collect()

@@ -131,7 +131,8 @@ def test_of_two_workers_that_overflow_at_one_scale_one_lowers_it(monkeypatch, on
 
     merge = scaling.LossScaler.merge
     monkeypatch.setattr(scaling.LossScaler, "merge", after_another)
-    monkeypatch.setattr(steps, "strategies", types.SimpleNamespace(capabilities=of_workers))
+    named = vars(strategies) | {"capabilities": of_workers}
+    monkeypatch.setattr(steps, "strategies", types.SimpleNamespace(**named))
     rule = scaling.DynamicLossScale(8.0)
     trainer = Poisoned(loss_scale=rule, skips=Skips(on_overflow=on_overflow), **HALF)
     [report] = attempt(trainer, [batch_with(1e6, 0, 1)])
