@@ -360,7 +360,8 @@ def warn_of_added_losses(
     """Warns once about each layer whose losses may count for something else than in `fit`.
 
     `fit` sums a loss with one number per example. Where batches are divided, a scalar counts by
-    its share's fraction of the examples, which is right for a mean, and not for a sum.
+    its share's fraction of the examples, which is right for a mean and for a function of weights
+    alone, and not for a sum over examples. The shape does not tell which one it is.
     """
     for entry in entries:
         layer = layer_that_added(plan.model, entry)
@@ -375,8 +376,8 @@ def warn_of_added_losses(
             )
         elif layer is not None and not plan.single_pass:
             warn_once(
-                f"{name_of(layer)} adds a scalar loss. This run divides its batches, so the scalar "
-                "must be a mean over examples; instead of a sum, add one number per example."
+                f"{name_of(layer)} adds a scalar loss. This run divides its batches. A mean over "
+                "examples or a function of weights is right; a sum over examples counts for less."
             )
 
 
