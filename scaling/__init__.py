@@ -5,8 +5,7 @@ from scaling.base import tensorflow_startup
 tensorflow_startup.import_tensorflow()  # before anything else imports it
 
 from scaling.base.verdict import Cause, Verdict, as_verdict, find_cause
-from scaling.ops.finite import all_finite
-from scaling.ops.gradients import coalesce, scale_loss, unscale_gradients
+from scaling.ops.gradients import all_finite, coalesce, scale_loss, unscale_gradients
 from scaling.ops.precision import Precision
 from scaling.rules.constant import (
     FixedLossScale,
@@ -17,13 +16,11 @@ from scaling.rules.constant import (
 from scaling.rules.dynamic import DynamicLossScale, DynamicLossScaleState
 from scaling.rules.headroom import HeadroomLossScale, HeadroomLossScaleState
 from scaling.rules.logmax import LogMaxLossScale, LogMaxLossScaleState
-from scaling.rules.named import parse_rule
-from scaling.rules.presets import preset
+from scaling.rules.named import parse_rule, preset
 from scaling.rules.rule import LossScaleRule
 from scaling.rules.tolerant import TolerantLossScale, TolerantLossScaleState
 from scaling.scaler import LossScaler, Token, update_together
-from scaling.telemetry.recommend import Recommendation, recommend
-from scaling.telemetry.stats import GradientStats, gradient_stats
+from scaling.telemetry.stats import GradientStats, Recommendation, gradient_stats, recommend
 
 __all__ = [
     "Cause",

@@ -9,10 +9,9 @@ import tensorflow as tf
 from scaling.base.argument_checks import shown
 from scaling.base.number_formats import check_power_of_two
 from scaling.base.traced_graphs import outermost_graph
-from scaling.base.types import RuleState, Structure
 from scaling.base.verdict import Cause, Verdict, VerdictLike, as_verdict
-from scaling.ops.gradients import scale_loss, unscale_gradients
-from scaling.rules.rule import LossScaleRule, try_rule
+from scaling.ops.gradients import Structure, scale_loss, unscale_gradients
+from scaling.rules.rule import LossScaleRule, RuleState, try_rule
 
 
 class Token:
@@ -217,7 +216,10 @@ class LossScaler(tf.Module):
             )
         context = tf.distribute.get_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
-            self._check_scope(context.strategy)
+            created_in_scope = context.strategy.extended.variable_created_in_scope
+            # All replicas would share such variables, and each of them would update them.
+            if not all(map(created_in_scope, self._variables.values())):
+                raise RuntimeError("`LossScaler` must be created inside `strategy.scope()`")
             verdict = agree_on_verdict(verdict, context)
         values = self._values(self.rule.advance(self.state, verdict))
 
@@ -229,12 +231,6 @@ class LossScaler(tf.Module):
     def _pending(self) -> dict[int | None, set[Token]]:
         """Returns the tokens without an `unscale` in what is being traced, by replica."""
         return self._tokens.setdefault(outermost_graph() or self, {})
-
-    def _check_scope(self, strategy: tf.distribute.Strategy) -> None:
-        """Rejects variables that all replicas share, because every replica would update them."""
-        for variable in self._variables.values():
-            if not strategy.extended.variable_created_in_scope(variable):
-                raise RuntimeError("`LossScaler` must be created inside `strategy.scope()`")
 
     def assign(self, state: RuleState) -> None:
         """Replaces the state with one that the caller has computed, the same on every replica."""

@@ -12,8 +12,7 @@ from strategies.capabilities import (
 from strategies.cluster import find_cluster
 from strategies.collectives import agree, any_worker, from_chief, sum_gradients
 from strategies.division import Share, check_divisible, take, whole
-from strategies.factories import split_cpu
-from strategies.registry import check_devices, create, names, register
+from strategies.registry import check_devices, create, names, register, split_cpu
 
 __all__ = [
     "Capabilities",

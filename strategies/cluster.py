@@ -1,13 +1,10 @@
 """Finds the job that this process belongs to, from environment variables set by its scheduler."""
 
-import ipaddress
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
-from absl import logging
 
 from strategies import slurm
 
@@ -43,20 +40,13 @@ def find_cluster() -> Resolver | None:
         >>> find_cluster() is None
         True
     """
-    found = None
     if os.environ.get("TF_CONFIG"):
-        found = from_tf_config(os.environ["TF_CONFIG"])
-    elif slurm.in_step():
-        found = from_slurm()
-    elif os.environ.get(KUBERNETES_SELECTOR):
-        found = from_kubernetes(os.environ[KUBERNETES_SELECTOR])
-    if found and (public := find_public_address(found.cluster_spec().as_dict())):
-        logging.warning(
-            "The job uses the public address %s: whoever reaches TensorFlow's port can run code as "
-            "this user.",
-            public,
-        )
-    return found
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if slurm.in_step():
+        return from_slurm()
+    if os.environ.get(KUBERNETES_SELECTOR):
+        return from_kubernetes(os.environ[KUBERNETES_SELECTOR])
+    return None
 
 
 def addresses_of(cluster: Resolver) -> dict[str, str]:
@@ -67,50 +57,6 @@ def addresses_of(cluster: Resolver) -> dict[str, str]:
         for kind in sorted(spec.jobs)
         for index in spec.task_indices(kind)
     }
-
-
-def find_public_address(cluster: Mapping[str, Any]) -> str | None:
-    """Returns the first address of a cluster that is a public IP address; None if there is none.
-
-    Names of hosts are not looked up.
-
-    Args:
-        cluster: lists, or dicts, of addresses such as "10.0.0.1:8888", keyed by the kind of task.
-
-    Example:
-        >>> find_public_address({"worker": ["10.0.0.1:80", "localhost:80", "8.8.8.8:80"]})
-        '8.8.8.8:80'
-    """
-    for tasks in cluster.values():
-        for address in tasks.values() if isinstance(tasks, Mapping) else tasks:
-            host = address.rpartition(":")[0].strip("[]")
-            try:
-                if ipaddress.ip_address(host).is_global:
-                    return str(address)
-            except ValueError:  # a name
-                continue
-    return None
-
-
-def from_tf_config(text: str) -> Resolver:
-    """Returns the job that a `TF_CONFIG` describes.
-
-    TensorFlow's own resolver accepts any text. The processes would then wait for each other.
-
-    Raises:
-        ValueError: if the text does not say which process of the job this is, or lists an address
-            twice.
-    """
-    try:
-        config = json.loads(text)
-        cluster, task = config["cluster"], config["task"]
-        addresses = [address for job in cluster.values() for address in job]
-        found = cluster[task["type"]][int(task["index"])]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"`TF_CONFIG` must have a cluster and this task; got {text}") from error
-    if addresses.count(found) > 1:
-        raise ValueError(f"`TF_CONFIG` must list each address once; got {text}")
-    return tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
 
 def from_slurm() -> Resolver:

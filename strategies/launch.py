@@ -15,7 +15,6 @@ import argparse
 import io
 import json
 import os
-import pathlib
 import signal
 import socket
 import subprocess
@@ -224,12 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("script", help="the Python script that each process runs")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     chosen = parser.parse_args(arguments)
-    if chosen.workers < 1:
-        parser.error(f"--workers must be at least 1; got {chosen.workers}")
-    if chosen.ps < 0:
-        parser.error(f"--ps must be at least 0; got {chosen.ps}")
-    if not pathlib.Path(chosen.script).is_file():
-        parser.error(f"SCRIPT must be an existing file; got {chosen.script!r}")
     command = [sys.executable, "-u", chosen.script, *chosen.flags]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character

@@ -1,19 +1,15 @@
 """Finds and initializes a TPU, or raises an error within a limited time."""
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from strategies.liveness import GREETING
+from strategies.liveness import Answer, ask
 
 TIMEOUT_SECS = 20.0  # how long to wait for an answer from a TPU
-# A gRPC server answers a client's greeting with a SETTINGS frame, whose fourth byte is this type.
-# Source: RFC 9113, sections 3.4, 4.1 and 6.5.
-SETTINGS = 4
 
 
 def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
@@ -45,27 +41,15 @@ def resolve(address: str) -> Any:
         ValueError: if nothing answers within `TIMEOUT_SECS`. TensorFlow itself would wait forever.
     """
     if address.startswith("grpc://"):
-        host, _, port = address.removeprefix("grpc://").rpartition(":")
-        if not host or not port.isdigit():
-            raise not_found(address, "the address is not of the form grpc://HOST:PORT")
-        try:
-            check_grpc_server(host, int(port))
-        except OSError as error:
-            raise not_found(address, str(error) or type(error).__name__) from error
+        server = address.removeprefix("grpc://")
+        has_port = server.rpartition(":")[2].isdigit()
+        answer = ask(server, TIMEOUT_SECS) if has_port else Answer.UNREACHABLE
+        if answer is not Answer.ALIVE:
+            raise not_found(address, answer.value)
     result = call_with_timeout(lambda: tf.distribute.cluster_resolver.TPUClusterResolver(address))
     if isinstance(result, Exception):
         raise not_found(address, str(result)) from result
     return result
-
-
-def check_grpc_server(host: str, port: int) -> None:
-    """Raises OSError unless a gRPC server answers at this host and port."""
-    with socket.create_connection((host, port), timeout=TIMEOUT_SECS) as connection:
-        connection.settimeout(TIMEOUT_SECS)
-        connection.sendall(GREETING)
-        answer = connection.recv(9)
-    if len(answer) < 4 or answer[3] != SETTINGS:
-        raise OSError(f"the server does not speak gRPC; it answered {answer!r}")
 
 
 def call_with_timeout(call: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ import dataclasses
 import tensorflow as tf
 
 from scaling.base.argument_checks import shown
-from scaling.base.types import Structure
+from scaling.ops.gradients import Structure
 
 COMPUTE_DTYPES = {
     "float32": "float32",

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import tensorflow as tf
 
 from scaling.base.number_formats import check_power_of_two
-from scaling.base.verdict import VerdictLike, as_verdict
+from scaling.base.verdict import VerdictLike
 from scaling.rules.rule import normalize_numbers
 
 
@@ -56,8 +56,7 @@ class FixedLossScale:
 
     def advance(self, state: FixedLossScaleState, verdict: VerdictLike) -> FixedLossScaleState:
         """Returns the state with this rule's scale, even if `state` was saved with another one."""
-        del state
-        as_verdict(verdict)
+        del state, verdict
         return self.initial_state()
 
 
@@ -94,6 +93,5 @@ class NoLossScale:
 
     def advance(self, state: NoLossScaleState, verdict: VerdictLike) -> NoLossScaleState:
         """Returns the only state of this rule."""
-        del state
-        as_verdict(verdict)
+        del state, verdict
         return self.initial_state()

@@ -5,16 +5,10 @@ from typing import ClassVar, Literal, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import shown
+from scaling.base.argument_checks import check_integer, shown
 from scaling.base.number_formats import check_power_of_two
 from scaling.base.verdict import VerdictLike, as_verdict
-from scaling.rules.rule import (
-    check_bounds,
-    check_count,
-    check_factors,
-    normalize_numbers,
-    select_state,
-)
+from scaling.rules.rule import MAX_COUNT, check_constants, normalize_numbers, select_state
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -96,19 +90,15 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         """Rejects constants with which the scale could leave its bounds or never move."""
-        check_bounds(self)
-        check_factors(self.growth_factor, self.backoff_factor)
-        check_count("growth_interval", self.growth_interval)
-        check_count("hysteresis", self.hysteresis)
+        check_constants(self, growth_interval=1, hysteresis=1, grace_steps=0)
         if self.hysteresis_refill not in ("growth", "finite_step"):
             raise ValueError(
                 '`hysteresis_refill` must be "growth" or "finite_step"; got '
                 f"{shown(self.hysteresis_refill)}"
             )
-        check_count("grace_steps", self.grace_steps, least=0)
         for scale, interval in self.low_scale_intervals:
             check_power_of_two("low_scale_intervals", scale)
-            check_count("low_scale_intervals", interval)
+            check_integer("low_scale_intervals", interval, 1, MAX_COUNT)
         pairs = tuple((float(scale), int(interval)) for scale, interval in self.low_scale_intervals)
         object.__setattr__(self, "low_scale_intervals", pairs)
         normalize_numbers(self)

@@ -9,9 +9,7 @@ from scaling.base.argument_checks import check_integer
 from scaling.base.number_formats import HALF_BITS, HALF_MAX, floor_power_of_two
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
-    check_bounds,
-    check_count,
-    check_factors,
+    check_constants,
     moves_by_magnitude,
     normalize_numbers,
     require_magnitude,
@@ -98,10 +96,8 @@ class HeadroomLossScale:
 
     def __post_init__(self) -> None:
         """Rejects constants with which the scale could leave its bounds or never move."""
-        check_bounds(self)
-        check_factors(self.growth_factor, self.backoff_factor)
+        check_constants(self, growth_interval=1)
         check_integer("headroom_bits", self.headroom_bits, 0, HALF_BITS)
-        check_count("growth_interval", self.growth_interval)
         normalize_numbers(self)
 
     def initial_state(self) -> HeadroomLossScaleState:
@@ -130,7 +126,7 @@ class HeadroomLossScale:
             ValueError: if `max_magnitude` is None, or `grads_finite` is not a single bool.
         """
         verdict = as_verdict(verdict)
-        magnitude = require_magnitude(verdict, state.loss_scale)
+        magnitude = require_magnitude(verdict)
         tracked = self._track(state, verdict.overflowed, magnitude)
         searched = self._search(state, verdict.overflowed, magnitude)
         moved = select_state(state.found, tracked, searched)

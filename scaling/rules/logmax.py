@@ -11,7 +11,7 @@ from scaling.base.number_formats import HALF_MAX, SMALLEST_NORMAL, two_to_the
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
     MAX_COUNT,
-    check_bounds,
+    check_constants,
     moves_by_magnitude,
     normalize_numbers,
     require_magnitude,
@@ -94,7 +94,7 @@ class LogMaxLossScale:
 
     def __post_init__(self) -> None:
         """Rejects constants with which the scale could leave its bounds or a mean never change."""
-        check_bounds(self)
+        check_constants(self)
         for name in ("mean_decay", "deviation_decay"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < 1:
@@ -130,7 +130,7 @@ class LogMaxLossScale:
             ValueError: if `max_magnitude` is None, or `grads_finite` is not a single bool.
         """
         verdict = as_verdict(verdict)
-        magnitude = require_magnitude(verdict, state.loss_scale)
+        magnitude = require_magnitude(verdict)
         scale, overflowed = state.loss_scale, verdict.overflowed
         x = tf.where(overflowed, LOG2_HALF_MAX - log2(scale) + 1.0, log2(magnitude))
         updated = self._update_statistics(state, x)

@@ -7,17 +7,36 @@ state, whose first field is always `loss_scale`: shape (), float32, a power of t
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
 from scaling.base.argument_checks import check_integer, shown
 from scaling.base.number_formats import check_power_of_two
-from scaling.base.types import RuleState
 from scaling.base.verdict import Cause, Verdict, VerdictLike
 
 MAX_COUNT = 2**30  # counters are int32
 TRIED_STEPS = 3  # of each kind, by `try_rule`
+
+
+class RuleState(Protocol):
+    """What a rule remembers between steps: a NamedTuple of tensors, `loss_scale` first."""
+
+    @property
+    def loss_scale(self) -> tf.Tensor:
+        """Shape (), float32: the scale of the next step, a power of two."""
+
+    def __iter__(self) -> Iterator[tf.Tensor]:
+        """Iterates over the fields."""
+
+    @property
+    def _replace(self) -> Callable[..., "RuleState"]:
+        """Returns a copy with some fields replaced, as for any NamedTuple."""
+
+    def _asdict(self) -> Mapping[str, tf.Tensor]:
+        """Returns a dict of the fields, keyed by name, as for any NamedTuple."""
+
 
 State = TypeVar("State", bound=RuleState)
 
@@ -69,19 +88,15 @@ def select_state(condition: tf.Tensor, if_true: State, if_false: State) -> State
     return type(if_false)(*(tf.where(condition, new, old) for new, old in pairs))
 
 
-def require_magnitude(verdict: Verdict, loss_scale: tf.Tensor) -> tf.Tensor:
-    """Returns the verdict's largest magnitude: float32, with the shape of `loss_scale`, ().
+def require_magnitude(verdict: Verdict) -> tf.Tensor:
+    """Returns the verdict's largest magnitude: shape (), float32.
 
     Raises:
-        ValueError: if the verdict has no magnitude, or several.
+        ValueError: if the verdict has none.
     """
     if verdict.max_magnitude is None:
         raise ValueError("`verdict.max_magnitude` must be given to this rule; got None")
-    magnitude = tf.convert_to_tensor(verdict.max_magnitude)
-    # One per variable would make several scales. A state may hold many scales at once.
-    if tf.convert_to_tensor(loss_scale).shape.rank == 0 and magnitude.shape.rank not in (0, None):
-        raise ValueError(f"`verdict.max_magnitude` must be a scalar; got shape {magnitude.shape}")
-    return tf.cast(magnitude, tf.float32)
+    return tf.cast(verdict.max_magnitude, tf.float32)
 
 
 def moves_by_magnitude(verdict: Verdict, magnitude: tf.Tensor) -> tf.Tensor:
@@ -94,33 +109,28 @@ def moves_by_magnitude(verdict: Verdict, magnitude: tf.Tensor) -> tf.Tensor:
     return verdict.overflowed | measured
 
 
-def check_bounds(rule: Any) -> None:
-    """Raises ValueError unless `min_scale <= initial_scale <= max_scale`, all powers of two."""
+def check_constants(rule: Any, **least: int) -> None:
+    """Raises ValueError, naming the constant, unless a rule's scale stays exact and within bounds.
+
+    Args:
+        rule: its scales and factors must be powers of two, which change no bits of a gradient. Its
+            bounds must be in order, and its factors on their sides of 1.
+        **least: the smallest value of each constant that is a count; the largest is 2^30.
+    """
+    for field in dataclasses.fields(rule):
+        if field.name.endswith(("_scale", "_factor")):
+            check_power_of_two(field.name, getattr(rule, field.name))
     initial, low, high = rule.initial_scale, rule.min_scale, rule.max_scale
-    for name in ("initial_scale", "min_scale", "max_scale"):
-        check_power_of_two(name, getattr(rule, name))
     if low > high:
         raise ValueError(f"`min_scale` must be at most `max_scale`; got {low} and {high}")
     if not low <= initial <= high:
-        raise ValueError(
-            f"`initial_scale` must be from `min_scale` to `max_scale`, {low} to {high}; "
-            f"got {initial}"
-        )
-
-
-def check_factors(growth_factor: float, backoff_factor: float) -> None:
-    """Raises ValueError unless both are powers of two, one above 1 and the other below 1."""
-    check_power_of_two("growth_factor", growth_factor)
-    check_power_of_two("backoff_factor", backoff_factor)
-    if growth_factor <= 1:
-        raise ValueError(f"`growth_factor` must be greater than 1; got {shown(growth_factor)}")
-    if backoff_factor >= 1:
-        raise ValueError(f"`backoff_factor` must be less than 1; got {shown(backoff_factor)}")
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises ValueError, naming the argument, unless `value` is an int from `least` to 2^30."""
-    check_integer(name, value, least, MAX_COUNT)
+        raise ValueError(f"`initial_scale` must be from {low} to {high}, the bounds; got {initial}")
+    if (growth := getattr(rule, "growth_factor", 2.0)) <= 1:
+        raise ValueError(f"`growth_factor` must be greater than 1; got {shown(growth)}")
+    if (backoff := getattr(rule, "backoff_factor", 0.5)) >= 1:
+        raise ValueError(f"`backoff_factor` must be less than 1; got {shown(backoff)}")
+    for name, smallest in least.items():
+        check_integer(name, getattr(rule, name), smallest, MAX_COUNT)
 
 
 def normalize_numbers(rule: Any) -> None:

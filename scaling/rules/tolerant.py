@@ -9,9 +9,7 @@ from scaling.base.argument_checks import check_bool, is_number, shown
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
     MAX_COUNT,
-    check_bounds,
-    check_count,
-    check_factors,
+    check_constants,
     normalize_numbers,
     select_state,
 )
@@ -89,9 +87,7 @@ class TolerantLossScale:
 
     def __post_init__(self) -> None:
         """Rejects constants with which the scale could leave its bounds or never move."""
-        check_bounds(self)
-        check_factors(self.growth_factor, self.backoff_factor)
-        check_count("growth_interval", self.growth_interval)
+        check_constants(self, growth_interval=1)
         # With 1 the scale would never back off.
         if not is_number(self.tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(f"`tolerance` must be a number in [0, 1); got {shown(self.tolerance)}")

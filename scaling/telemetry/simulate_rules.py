@@ -24,10 +24,9 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.base.number_formats import HALF_MAX, LARGEST_SCALE, SMALLEST_SCALE
-from scaling.base.types import RuleState
 from scaling.base.verdict import Cause, Verdict
 from scaling.rules.named import parse_rule
-from scaling.rules.rule import LossScaleRule
+from scaling.rules.rule import LossScaleRule, RuleState
 from scaling.telemetry.record import Record
 from scaling.telemetry.stats import flushed_share
 

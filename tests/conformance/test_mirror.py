@@ -15,7 +15,6 @@ UNTESTED = {
 }
 # Test files that belong to no single module, with the reason.
 OF_SEVERAL_MODULES = {
-    "tests/strategies/test_package.py": "the README of the package",
     "tests/strategies/test_workers.py": "processes that agree, through several modules",
 }
 

@@ -22,7 +22,7 @@ from proofs.prove import answer
 from proofs.transition import power_of_two
 from scaling.rules import dynamic
 from scaling.rules.dynamic import DynamicLossScale, DynamicLossScaleState
-from scaling.rules.presets import PRESETS
+from scaling.rules.named import PRESETS
 
 pytestmark = pytest.mark.thorough
 

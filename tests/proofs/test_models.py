@@ -20,7 +20,7 @@ from proofs.formulas import FLOAT
 from proofs.prove import answer
 from proofs.search import searched_variance
 from scaling.rules.logmax import log2, newest_weight
-from scaling.rules.presets import PRESETS
+from scaling.rules.named import PRESETS
 
 pytestmark = pytest.mark.thorough
 
@@ -288,12 +288,12 @@ MUTANTS = {  # the claim that notices a change, and the change
     "constant": {
         "keeps a fixed scale that was saved": (
             "never_moves",
-            'with another one."""\n        del state\n        as_verdict(verdict)\n        return self.initial_state()',
+            'with another one."""\n        del state, verdict\n        return self.initial_state()',
             'with another one."""\n        return state',
         ),
         "keeps a scale that was saved": (
             "never_moves",
-            'this rule."""\n        del state\n        as_verdict(verdict)\n        return self.initial_state()',
+            'this rule."""\n        del state, verdict\n        return self.initial_state()',
             'this rule."""\n        return state',
             1,
         ),

@@ -138,19 +138,6 @@ def test_a_scaler_agrees_with_plain_python_in_any_order_of_calls(full):
     run_state_machine_as_test(Scaler, settings=LARGE if full else SMALL)
 
 
-def test_the_variables_of_a_scaler_are_not_trainable():
-    """There is one variable per field, with its name, and none of them is trainable."""
-    scaler = LossScaler(DynamicLossScale())
-
-    assert scaler.trainable_variables == ()
-    assert [variable.name for variable in scaler.variables] == [
-        "finite_steps:0",
-        "loss_scale:0",
-        "overflows_left:0",
-    ]
-    assert {variable.aggregation for variable in scaler.variables} == {tf.VariableAggregation.NONE}
-
-
 def test_gradients_are_unscaled_by_the_scale_of_their_token():
     """L2: gradients are divided by the scale of their token, even if the scale has moved since."""
     scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
@@ -217,43 +204,6 @@ def test_an_update_outside_of_the_replicas_covers_them_all(mirrored):
 
     with pytest.raises(RuntimeError, match="`unscale`"):
         tf.function(outside)()
-
-
-def test_optimizers_that_share_a_scaler_share_its_verdict():
-    """L5: with two losses, two optimizers and one update, an overflow in one gradient stops both."""
-    scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
-    first, second = tf.Variable(1.0), tf.Variable(1.0)
-    with tf.GradientTape(persistent=True) as tape:
-        one, token_one = scaler.scale(first * 2.0)
-        two, token_two = scaler.scale(second * 3e38)  # finite, but infinite when multiplied by 8
-    gradients = [
-        scaler.unscale(tape.gradient(one, first), token_one),
-        scaler.unscale(tape.gradient(two, second), token_two),
-    ]
-    applies = scaler.update(scaling.all_finite(gradients))
-
-    assert float(gradients[0]) == 2.0
-    assert not applies
-    assert float(scaler.loss_scale) == 4.0
-
-
-def test_one_scaler_for_each_loss_with_a_joint_verdict():
-    """L5: an overflow of one loss halves the scale of that loss, and stops all losses."""
-    scalers = [LossScaler(DynamicLossScale(8.0, growth_interval=1)) for _ in range(2)]
-    for scaler in scalers:
-        scaled, token = scaler.scale(tf.constant(1.0))
-        scaler.unscale(scaled, token)
-
-    assert not scaling.update_together(scalers, [False, True])
-    assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
-    with pytest.raises(ValueError, match="shorter"):
-        scaling.update_together(scalers, [True])
-    with pytest.raises(ValueError, match=r"^`scalers`"):
-        scaling.update_together([scalers[0], scalers[0]], [True, True])
-    scalers[1].scale(tf.constant(1.0))
-    with pytest.raises(RuntimeError, match=r"^`unscale`"):
-        scaling.update_together(scalers, [True, True])
-    assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
 
 
 @pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
@@ -349,24 +299,6 @@ def test_eager_graph_xla_replica_and_loop_agree(mirrored, rule_, mode):
 
     assert numbers(eager.state) == numbers(scaler.state)
     assert traced.experimental_get_tracing_count() == 1
-
-
-def test_a_missing_magnitude_is_an_error_on_replicas_too(mirrored):
-    """If no replica has a magnitude, a rule that needs one raises an error."""
-    with mirrored(2).scope():
-        scaler = LossScaler(scaling.HeadroomLossScale())
-
-    with pytest.raises(ValueError, match=r"`verdict.max_magnitude` must be given"):
-        tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, tf.constant(True))))()
-
-
-def test_an_update_can_be_repeated_after_an_error():
-    """After an error about a missing magnitude, `update` can be called again with one."""
-    scaler = LossScaler(scaling.HeadroomLossScale())
-    with pytest.raises(ValueError, match=r"`verdict.max_magnitude` must be given"):
-        take_step(scaler, True)
-
-    assert scaler.update(Verdict(tf.constant(True), max_magnitude=tf.constant(1.0)))
 
 
 def test_a_scaler_created_outside_the_scope_is_an_error(mirrored):
@@ -468,25 +400,6 @@ def test_a_state_saved_with_other_constants_adapts_to_the_new_ones():
     assert float(fixed.loss_scale) == 1024.0
 
 
-def test_a_custom_rule_needs_only_two_methods():
-    """Any NamedTuple of tensors with a `loss_scale` can be the state."""
-
-    class Halving:
-        needs_magnitude = False
-
-        def initial_state(self):
-            return scaling.FixedLossScaleState(tf.constant(64.0))
-
-        def advance(self, state, verdict):
-            del verdict
-            return state._replace(loss_scale=state.loss_scale / 2)
-
-    scaler = LossScaler(Halving())
-    take_step(scaler, True)
-
-    assert float(scaler.loss_scale) == 32.0
-
-
 @given(
     verdicts=st.lists(st.booleans(), min_size=1, max_size=4),
     finite_steps=st.integers(0, 6),
@@ -545,59 +458,6 @@ def test_a_step_at_an_outdated_scale_is_ignored():
 
     assert scaler.state_dict() == before
     assert before["loss_scale"] == 2.0**4
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
-def test_a_scaler_can_be_copied_and_pickled(copied):
-    """A copy has the rule and the state of the original, bit for bit, in variables of its own."""
-    scaler = LossScaler(DynamicLossScale(initial_scale=8.0, growth_interval=3))
-    scaler.assign(scaler.rule.advance(scaler.state, grads_finite := False))
-    scaler.assign(scaler.rule.advance(scaler.state, not grads_finite))
-    before = scaler.state_dict()
-    other = copied(scaler)
-
-    assert (other.rule, other.state_dict()) == (scaler.rule, before)
-    other.assign(other.rule.initial_state())
-    assert scaler.state_dict() == before != other.state_dict()
-
-
-def test_a_wrong_verdict_moves_no_scale():
-    """The verdicts of all scalers are checked before the first of them is updated."""
-    scalers = [LossScaler(DynamicLossScale(initial_scale=8.0)) for _ in range(2)]
-    for scaler in scalers:
-        scaler.unscale(*scaler.scale(tf.constant(1.0)))
-    with pytest.raises(ValueError, match=r"^`verdict`"):
-        scaling.update_together(scalers, [False, 0.0])
-    assert [float(scaler.loss_scale) for scaler in scalers] == [8.0, 8.0]
-
-
-def test_a_verdict_that_one_rule_refuses_moves_no_scale():
-    """The rule of the second scaler needs a magnitude; the corrected call still counts the step."""
-    rules = DynamicLossScale(8.0, growth_interval=1), scaling.LogMaxLossScale()
-    scalers = [LossScaler(rule_) for rule_ in rules]
-    for scaler in scalers:
-        scaled, token = scaler.scale(tf.constant(1.0))
-        scaler.unscale(scaled, token)
-
-    with pytest.raises(ValueError, match="max_magnitude"):
-        scaling.update_together(scalers, [True, True])
-    assert float(scalers[0].loss_scale) == 8.0
-    measured = scaling.Verdict(True, max_magnitude=tf.constant(1.0))
-    assert scaling.update_together(scalers, [True, measured])
-    assert float(scalers[0].loss_scale) == 16.0
-
-
-def test_a_state_of_another_dtype_moves_no_scale(monkeypatch):
-    """A rule of one's own may return one only after some steps, when no trial has seen it."""
-    scalers = [LossScaler(DynamicLossScale(8.0, growth_interval=1)), LossScaler(Counting())]
-    for scaler in scalers:
-        scaled, token = scaler.scale(tf.constant(1.0))
-        scaler.unscale(scaled, token)
-    monkeypatch.setattr(Counting, "advance", lambda *_: Counts(4.0, tf.constant(0.5)))
-
-    with pytest.raises(ValueError, match="dtype"):
-        scaling.update_together(scalers, [True, True])
-    assert [float(scaler.loss_scale) for scaler in scalers] == [8.0, 4.0]
 
 
 class OwnStep(keras.Sequential):
@@ -693,3 +553,52 @@ def test_a_checkpoint_of_a_keras_model_holds_its_scaler(tmp_path):
     assert float(restored.scaler.loss_scale) == 4.0
     tf.train.Checkpoint(model=restored).restore(path)
     assert float(restored.scaler.loss_scale) == 8.0
+
+
+def test_one_scaler_for_each_loss_with_a_joint_verdict():
+    """L5: an overflow of one loss halves the scale of that loss, and stops all losses."""
+    scalers = [LossScaler(DynamicLossScale(8.0, growth_interval=1)) for _ in range(2)]
+    for scaler in scalers:
+        scaler.unscale(*scaler.scale(tf.constant(1.0)))
+
+    assert not scaling.update_together(scalers, [False, True])
+    assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
+
+
+def test_a_joint_update_that_fails_moves_no_scale():
+    """All that may fail comes before the first scale moves; the corrected call still counts the step."""
+    rules = DynamicLossScale(8.0, growth_interval=1), scaling.LogMaxLossScale()
+    scalers = [LossScaler(rule_) for rule_ in rules]
+    for scaler in scalers:
+        scaler.unscale(*scaler.scale(tf.constant(1.0)))
+
+    for wrong, named in (
+        ([True, 0.0], "`verdict`"),
+        ([True, True], "max_magnitude"),
+        ([True], "shorter"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            scaling.update_together(scalers, wrong)
+    with pytest.raises(ValueError, match=r"^`scalers`"):
+        scaling.update_together([scalers[0], scalers[0]], [True, True])
+    assert float(scalers[0].loss_scale) == 8.0
+    measured = scaling.Verdict(True, max_magnitude=tf.constant(1.0))
+    assert scaling.update_together(scalers, [True, measured])
+    assert float(scalers[0].loss_scale) == 16.0
+    scalers[1].scale(tf.constant(1.0))
+    with pytest.raises(RuntimeError, match=r"^`unscale`"):
+        scaling.update_together(scalers, [True, measured])
+    assert float(scalers[0].loss_scale) == 16.0
+
+
+def test_a_scaler_can_be_copied():
+    """A copy, as a pickle makes it, has the rule and the state, bit for bit, in variables of its own."""
+    scaler = LossScaler(DynamicLossScale(initial_scale=8.0, growth_interval=3))
+    scaler.assign(scaler.rule.advance(scaler.state, verdict=False))
+    before = scaler.state_dict()
+    other = pickle.loads(pickle.dumps(scaler))  # noqa: S301  # our own
+
+    assert (other.rule, other.state_dict()) == (scaler.rule, before)
+    assert scaler.trainable_variables == ()
+    other.assign(other.rule.initial_state())
+    assert scaler.state_dict() == before != other.state_dict()

@@ -26,11 +26,6 @@ def config(cluster, kind="worker", index=0):
     return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
 
 
-def test_a_single_process_has_no_job():
-    """Without any of the variables there is no job."""
-    assert strategies.find_cluster() is None
-
-
 def test_tf_config_comes_first(monkeypatch):
     """TF_CONFIG is used even if Slurm's variables are set as well."""
     jobs = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
@@ -40,25 +35,6 @@ def test_tf_config_comes_first(monkeypatch):
 
     assert found.cluster_spec().as_dict() == jobs
     assert (found.task_type, found.task_id) == ("worker", 1)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        '{"cluster": {"worker": ["a:1"]}}',
-        config({"worker": ["a:1"]}, index="first"),
-        config({"worker": ["a:1"]}, "chief"),
-        config({"worker": ["a:1"]}, index=1),
-        config({"worker": ["a:1", "a:1"]}),
-    ],
-)
-def test_a_bad_tf_config_is_refused(monkeypatch, text):
-    """A TF_CONFIG that cannot work is refused at once; TensorFlow alone would wait forever."""
-    monkeypatch.setenv("TF_CONFIG", text)
-    with pytest.raises(ValueError, match=r"^`TF_CONFIG`"):
-        strategies.create("multi_worker_mirrored")
 
 
 @pytest.fixture
@@ -122,22 +98,6 @@ def test_a_pod_that_is_not_a_worker_is_an_error(kubernetes):
     del kubernetes
     with pytest.raises(ValueError, match=r"^`NODE_IP`"):
         strategies.find_cluster()
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8:80", "[2001:4860:4860::8888]:80"])
-def test_a_public_address_is_warned_of(monkeypatch, caplog, address):
-    """TensorFlow's servers have no passwords, so the machines of a job should be on a private network."""
-    jobs = {
-        "worker": ["10.0.0.1:80", "192.168.1.1:80", "127.0.0.1:1", "[::1]:2", "named.example:80"]
-    }
-    monkeypatch.setenv("TF_CONFIG", config(jobs))
-    strategies.find_cluster()
-    assert not caplog.messages
-
-    monkeypatch.setenv("TF_CONFIG", config({"worker": [*jobs["worker"], address]}))
-    strategies.find_cluster()
-    [warning] = caplog.messages
-    assert address in warning
 
 
 SERVER = """

@@ -210,20 +210,3 @@ def test_nobody_reads_the_output_and_a_real_time_signal_ends_a_worker(tmp_path):
     assert sorted(first) == ["[worker 0] u\n", "[worker 1] \\xfc\n"]
     assert code == 128 + 40
     assert "Error" not in errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--workers=0", "script.py"], "--workers must be at least 1; got 0"),
-        (["--ps=-1", "script.py"], "--ps must be at least 0; got -1"),
-        (["nowhere.py"], "SCRIPT must be an existing file; got 'nowhere.py'"),
-    ],
-)
-def test_bad_arguments_are_refused(capsys, arguments, message):
-    """A bad command line is an error before any process is started."""
-    with pytest.raises(SystemExit) as exited:
-        launch.main(arguments)
-
-    assert exited.value.code == 2
-    assert message in capsys.readouterr().err

@@ -131,32 +131,6 @@ def test_unbound_tasks_take_as_many_gpus_as_were_asked_for(
     assert found.num_accelerators() == {"GPU": 2}
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"SLURM_PROCID": "x"},
-        {"SLURM_GPUS_PER_TASK": "a100"},
-        {"SLURM_STEP_NODELIST": "n[1-3]"},
-        {"SLURM_STEP_NODELIST": "n[1-"},
-        {"SLURM_STEP_TASKS_PER_NODE": "two"},
-        {"SLURM_STEP_NUM_TASKS": "5"},
-        {"SLURMD_NODENAME": "n10", "SLURM_LOCALID": "0"},
-    ],
-)
-def test_a_step_that_cannot_be_is_an_error(monkeypatch, changed):
-    """Contradictions are refused at once; the processes would wait for each other."""
-    in_step(monkeypatch, "n[9-10]", "1(x2)", 0, **changed)
-    with pytest.raises(ValueError, match=r"SLURM|task 0|invalid literal"):
-        strategies.find_cluster()
-
-
-def test_tasks_that_are_not_placed_in_blocks_are_refused(monkeypatch):
-    """With --distribution=cyclic, task 1 of 4 is the first one on the second node."""
-    in_step(monkeypatch, "n[1-2]", "2(x2)", 1, SLURM_LOCALID=0, SLURMD_NODENAME="n2")
-    with pytest.raises(ValueError, match="--distribution=block"):
-        strategies.find_cluster()
-
-
 @pytest.mark.parametrize(("per_node", "rank", "share"), [("3", 2, 1), ("4,2", 5, 1), ("2,1", 2, 2)])
 def test_each_task_has_as_many_gpus(monkeypatch, four_gpus, per_node, rank, share):
     """All replicas of a job do the same work; what is left over is used by no task."""
@@ -175,8 +149,12 @@ def test_fewer_gpus_than_tasks_are_refused(monkeypatch, four_gpus):
     assert four_gpus == []
 
 
-def test_one_task_is_no_job(monkeypatch):
-    """A step of one task trains on its own."""
+def test_tasks_that_are_not_placed_in_blocks_are_refused(monkeypatch):
+    """With --distribution=cyclic, task 1 of 4 is the first one on the second node. A step of one task
+    is no job.
+    """
+    in_step(monkeypatch, "n[1-2]", "2(x2)", 1, SLURM_LOCALID=0, SLURMD_NODENAME="n2")
+    with pytest.raises(ValueError, match="--distribution=block"):
+        strategies.find_cluster()
     in_step(monkeypatch, "n1", "1")
-
     assert strategies.find_cluster() is None

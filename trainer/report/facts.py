@@ -10,10 +10,9 @@ import tensorflow as tf
 
 import scaling
 from scaling.base.number_formats import HALF_MAX, SMALLEST_SCALE
-from scaling.telemetry.recommend import describe_share
 from scaling.telemetry.record import Record
 from scaling.telemetry.simulate_rules import best_fixed_scale
-from scaling.telemetry.stats import GradientStats, flushed_share
+from scaling.telemetry.stats import GradientStats, describe_share, flushed_share
 from trainer.log.model_table import flattened
 from trainer.log.summary import power_of_two
 from trainer.report.reading import Curve, Run

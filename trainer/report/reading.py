@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from scaling.telemetry.record import SPLIT, Record, parse_record, read_lines
+from scaling.telemetry.record import SPLIT, Record, parse_record
 from trainer.log.writers import stays
 
 EVENTS = "run", "recovery", "end", "failure"  # kinds of lines that a rollback does not undo
@@ -162,7 +162,7 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         retries=by_step(lines.read("retry", Retry)),
         underflow=by_step(lines.read("underflow", Underflow)),
         float8=by_step(lines.read("float8", float8_tensors, ("step", "float8"))),
-        record=lines.read_record(path),
+        record=parse_record(lines.by_split[SPLIT]),
         starts=lines.read("run", Start),
         end=next(reversed(lines.read("end", End)), None),
         failure=next(reversed(lines.read("failure", Failure)), None),
@@ -184,14 +184,13 @@ class Lines:
     def __init__(self, path: pathlib.Path) -> None:
         """Reads the file."""
         self.by_split: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-        # Steps, line numbers and texts, for `parse_record`.
-        self.gradients: list[tuple[int, int, str]] = []
         self.last_step = 0
         self.unreadable = 0  # number of lines that could not be read
-        for number, text in read_lines(path):
-            self._add(number, text)
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                self._add(text)
 
-    def _add(self, number: int, text: str) -> None:
+    def _add(self, text: str) -> None:
         """Parses one line."""
         try:
             line = json.loads(text)
@@ -200,8 +199,6 @@ class Lines:
             self.unreadable += 1
             return
         self.by_split[split].append(line)
-        if split == SPLIT:
-            self.gradients.append((step, number, text))
         if split in {"run", "end", "failure"}:  # a call to `train` that came after an earlier end
             for earlier in {"end", "failure"} - {split}:
                 self.by_split[earlier].clear()
@@ -217,21 +214,7 @@ class Lines:
                 lines[:] = [
                     each for each in lines if stays({**each, "split": split}, restored, begun)
                 ]
-        self.gradients = [
-            each for each in self.gradients if each[0] <= restored and each[0] < begun
-        ]
         self.last_step = restored
-
-    def read_record(self, path: pathlib.Path) -> Record | None:
-        """Returns the recorded gradients, without damaged lines; None if there are none."""
-        damaged: list[ValueError] = []
-        try:
-            lines = [(number, text) for _, number, text in self.gradients]
-            return parse_record(lines, path, on_damage=damaged.append)
-        except ValueError:  # no line is left
-            return None
-        finally:
-            self.unreadable += len(damaged)
 
     def read(self, split: str, make: Callable[..., T], names: Sequence[str] = ()) -> list[T]:
         """Returns what `make` makes of each line of a split; a line without its fields is counted.

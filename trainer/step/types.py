@@ -6,7 +6,8 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from scaling.base.types import Gradient, RuleState
+from scaling.ops.gradients import Gradient
+from scaling.rules.rule import RuleState
 from strategies.division import Batch
 
 __all__ = [

@@ -85,15 +85,3 @@ def test_what_is_not_a_verdict_is_an_error(verdict):
     for value, name in ((verdict, "verdict"), (Verdict(verdict), "verdict.grads_finite")):
         with pytest.raises(ValueError, match=f"^`{name}` must be"):
             as_verdict(value)
-
-
-@pytest.mark.parametrize(
-    "argument",
-    ["weights_finite", "loss_finite", "local_gradients_finite", "summed_gradients_finite"],
-)
-def test_find_cause_names_the_argument_that_is_not_a_bool(argument):
-    """Every flag must be one bool."""
-    names = ["loss_finite", "local_gradients_finite", "summed_gradients_finite"]
-    flags = dict.fromkeys([*names, "unscaled_gradients_finite"], True)
-    with pytest.raises(ValueError, match=f"^`{argument}`"):
-        scaling.find_cause(**flags | {argument: 1.0})

@@ -1,6 +1,7 @@
-"""Scaling and unscaling, bit for bit."""
+"""Scaling and unscaling, bit for bit, and the check for inf and NaN."""
 
 import generators
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -159,18 +160,6 @@ def test_no_loss_scale_returns_the_same_tensors():
     assert scaling.unscale_gradients([loss], state)[0] is loss
 
 
-def test_a_loss_must_be_of_a_float_dtype():
-    """An integer loss is an error."""
-    with pytest.raises(TypeError, match=r"^`loss`"):
-        scaling.scale_loss(tf.constant(3), fixed(2.0))
-
-
-def test_complex_gradients_are_an_error():
-    """A cast to float32 would silently drop the imaginary part."""
-    with pytest.raises(TypeError, match=r"^`gradients`"):
-        scaling.unscale_gradients([tf.constant(4 + 8j, tf.complex64)], fixed(4.0))
-
-
 def test_unscaling_is_exact_in_a_graph_at_every_power_of_two():
     """L1: TensorFlow's graphs make an approximate reciprocal of 1 / x, which is exact for a scalar only."""
     unscale = tf.function(scaling.unscale_gradients)
@@ -179,3 +168,62 @@ def test_unscaling_is_exact_in_a_graph_at_every_power_of_two():
         rule = scaling.FixedLossScale(2.0**exponent)
         found = unscale(gradient * 2.0**exponent, rule.initial_state())
         assert found.numpy().tobytes() == gradient.numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, tf.complex64])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_one_bad_element_is_enough(dtype, bad, shape):
+    """An inf or NaN is found at any position, in tensors of any float dtype and rank."""
+    good = np.ones(shape)
+    for place in np.ndindex(*shape):
+        values = good.copy()
+        values[place] = bad
+
+        assert not scaling.all_finite([tf.ones([2]), tf.cast(values, dtype)])
+    assert scaling.all_finite([tf.cast(good, dtype)])
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 6e4, np.inf, np.nan])), st.integers(0, 3))
+def test_agrees_with_numpy(values, nesting):
+    """For any values at any depth of a structure, the result is that of NumPy."""
+    structure = tf.constant(values, tf.float32)
+    for _ in range(nesting):
+        structure = {"a": [structure, None]}
+
+    assert bool(np.isfinite(values).all()) == bool(scaling.all_finite(structure))
+
+
+def test_none_integers_and_empty_structures_are_finite():
+    """None, integers, strings, empty tensors and empty structures are finite; sparse values count."""
+    assert scaling.all_finite([None, tf.constant([2**31 - 1]), tf.zeros([0]), "text"])
+    assert scaling.all_finite([])
+    assert not scaling.all_finite([None, tf.constant(np.nan)])
+    assert not scaling.all_finite([tf.IndexedSlices(tf.constant([np.nan]), tf.constant([0]))])
+
+
+def test_a_nan_that_a_compiled_graph_computes_is_found():
+    """A NaN that is computed inside a compiled graph is found there."""
+
+    @tf.function(jit_compile=True)
+    def check(x):
+        return scaling.all_finite([x / x])
+
+    assert check(tf.constant(1.0))
+    assert not check(tf.constant(0.0))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_finite_or_not(dtype):
+    """TensorFlow has no kernel that looks at float8."""
+    for value, finite in ((1.0, True), (np.nan, False)):
+        tensor = tf.cast(tf.constant([0.0, value]), tf.as_dtype(dtype))
+        assert bool(scaling.all_finite([tensor])) is finite
+
+
+def test_other_dtypes_are_an_error():
+    """A cast to float32 would silently drop the imaginary part of a complex gradient."""
+    with pytest.raises(TypeError, match=r"^`loss`"):
+        scaling.scale_loss(tf.constant(3), fixed(2.0))
+    with pytest.raises(TypeError, match=r"^`gradients`"):
+        scaling.unscale_gradients([tf.constant(4 + 8j, tf.complex64)], fixed(4.0))

@@ -1,4 +1,4 @@
-"""Gradient statistics, compared with NumPy."""
+"""Gradient statistics, compared with NumPy, and the scales that they recommend."""
 
 import generators
 import numpy as np
@@ -7,7 +7,8 @@ import tensorflow as tf
 from hypothesis import example, given
 
 import scaling
-from scaling.telemetry.stats import COUNTS
+from scaling.base.number_formats import HALF_MAX, is_power_of_two
+from scaling.telemetry.stats import COUNTS, describe_share
 
 NAN, INF = np.nan, np.inf
 
@@ -64,13 +65,6 @@ def test_counts(dtype, mode):
     assert float(stats.loss_scale) == 2.0
 
 
-def test_the_largest_magnitude_ignores_inf_and_nan():
-    """The largest magnitude is that of the finite elements."""
-    stats = scaling.gradient_stats([tf.constant([NAN, -0.25, INF])], at(1.0))
-
-    assert stats.max_magnitude.numpy().tolist() == [0.25]
-
-
 def test_sparse_rows_with_the_same_index_are_summed_before_counting():
     """Two sparse rows with the same index are counted as their sum."""
     slices = tf.IndexedSlices(tf.constant([[3.0], [5.0], [0.0]]), tf.constant([1, 1, 2]))
@@ -78,13 +72,6 @@ def test_sparse_rows_with_the_same_index_are_summed_before_counting():
 
     assert stats.max_magnitude.numpy().tolist() == [8.0]
     assert (float(stats.size[0]), float(stats.zero_count[0])) == (2.0, 1.0)
-
-
-def test_no_gradients_at_all():
-    """An empty structure has no rows."""
-    stats = scaling.gradient_stats([], at(1.0))
-
-    assert (stats.counts.shape[0], stats.max_magnitude.shape[0]) == (0, 0)
 
 
 def test_magnitudes_outside_the_histogram_are_counted_in_its_end_columns():
@@ -126,3 +113,70 @@ def test_float64_out_of_the_range_of_float32_is_counted_as_what_it_is():
     stats = scaling.gradient_stats([gradient], at(1.0))
     assert (int(stats.inf_count[0]), int(stats.zero_count[0])) == (1, 1)
     assert float(stats.max_magnitude[0]) == float(np.finfo(np.float32).max)
+
+
+# For a magnitude of exactly 65504 / 2^4 a scale of 1 is recommended; also the next number above.
+@example(np.array([HALF_MAX / 16], np.float32))
+@example(np.array([np.nextafter(np.float32(HALF_MAX / 16), np.float32(INF))]))
+@given(generators.float32_arrays())
+def test_the_recommended_scale_is_the_largest_that_leaves_room(gradient):
+    """The recommended scale leaves a headroom of four bits, and twice that scale would not."""
+    advice = scaling.recommend(scaling.gradient_stats([gradient], at(1.0)))
+    largest = float(np.abs(gradient).max())
+    assert is_power_of_two(advice.loss_scale)
+    if largest:
+        assert largest * advice.loss_scale * 16 <= HALF_MAX or advice.loss_scale == 2.0**-126
+        assert largest * advice.loss_scale * 32 > HALF_MAX or advice.loss_scale == 2.0**126
+
+
+def test_the_recommendation_names_the_variables_that_lose_elements():
+    """The text has the names, the fractions and the reason."""
+    gradients = [
+        tf.constant([2.0**-20] * 999 + [2.0**-40]),
+        tf.constant([1.0] + [2.0**-40] * 3),
+        tf.constant([1.0]),
+    ]
+    stats = scaling.gradient_stats(gradients, at(1.0))
+    advice = scaling.recommend(stats, ["conv2", "conv1", "dense"])
+
+    assert advice.loss_scale == 2.0**11
+    assert advice.lost == {"conv1": 0.75, "conv2": pytest.approx(1e-3)}
+    assert str(advice) == (
+        "2^11 would lose 75.00% of conv1, 0.10% of conv2. The largest gradient, 1 in conv1, stays "
+        "at least 4 factors of two below the largest float16."
+    )
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["kernel", "kernel"]])
+def test_every_gradient_has_a_name_of_its_own(names):
+    """The shares of two gradients under one name would hide the larger one."""
+    stats = scaling.gradient_stats([tf.ones([2]), tf.ones([2])], at(1.0))
+    with pytest.raises(ValueError, match=r"^`names`"):
+        scaling.recommend(stats, names)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "scale", "recommended", "reason"),
+    [
+        # Of infinite gradients, half of the scale; of zeros, a far larger one.
+        ([[INF, NAN]], 2.0**15, 2.0**14, "2 elements were inf or NaN"),
+        ([[2.0**-20], [INF, -INF, 1.0]], 2.0**15, 2.0**14, "2 elements were inf or NaN"),
+        ([[0.0, 0.0]], 4.0, 2.0**22, "Every gradient is zero"),
+        ([[0.25], [-0.5, 0.0]], 1.0, 2.0**12, "The largest gradient, 0.5 in gradient 1"),
+        # Of more than five variables the others are counted.
+        ([[1.0, 2.0**-60]] * 6, 1.0, 2.0**11, "50.00% of gradient 4 and 1 more. The largest"),
+    ],
+)
+def test_the_recommendation_says_why(gradients, scale, recommended, reason):
+    """The scale, and the reason in words."""
+    stats = scaling.gradient_stats([tf.constant(row) for row in gradients], at(scale))
+    advice = scaling.recommend(stats)
+
+    assert advice.loss_scale == recommended
+    assert reason in str(advice)
+
+
+def test_a_fraction_is_printed_with_two_decimals():
+    """A fraction too small for two decimals is not printed as zero."""
+    words = [describe_share(share) for share in (1e-4, 0.5, 9e-5)]
+    assert words == ["0.01%", "50.00%", "less than 0.01%"]
