@@ -1,29 +1,36 @@
-"""The variables in a checkpoint, and how each replica's copy of them is restored.
+"""What a checkpoint holds: variables, every replica's copy of some, and states with arrays.
 
 `variables` is one `tf.train.Checkpoint` of the model, the optimizers, the state and everything else
 in the trainer that has variables. TensorFlow saves one value per variable. Where replicas keep
 copies that may differ (`tf.VariableSynchronization.ON_READ`: metrics, and statistics of a
 `tf.Module`), that value is the sum or mean of the copies, from which the copies cannot be
-recovered. A second file, `copies`, therefore holds every copy (`copies.npz` those of several
-workers); it is read only if the number of replicas is still the same. The state of the loss-scale
-rule is in a third file, `scale`.
+recovered. A second file, `copies`, therefore holds every copy. A worker sees the copies of its own
+replicas only, so several workers exchange the bits of all copies, and write them to `copies.npz`.
+They are read only if the number of replicas is still the same. The state of the loss-scale rule is
+in a third file, `scale`, and arrays in the states of callbacks are in `callbacks.npz`.
 """
 
+import io
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import scaling
+import strategies
 from trainer.base.tracking import tensorflow_variable, tracked, tracked_variables
-from trainer.checkpoint.worker_copies import read_worker_copies, write_worker_copies
 from trainer.fingerprint import Fingerprint
 from trainer.step.held_back import is_seed_state, leaves
 from trainer.step.rollback import copies_of
 from trainer.step.types import Variable
+
+COPIES, ARRAYS = "copies.npz", "callbacks.npz"  # files
+ENTRY = "bytes"  # shape (replicas, bytes), uint8: the copies of all variables, one after another
+PLACE, DTYPE, SHAPE = "array", "dtype", "shape"  # keys of what stands for an array
 
 
 class Contents:
@@ -75,7 +82,8 @@ class Contents:
     def write(self, folder: str) -> None:
         """Writes all variables into a folder, on any file system that TensorFlow supports."""
         if self._on_workers:
-            write_worker_copies(folder, self._differing, self._strategy)
+            table = gathered(self._differing, self._strategy)
+            write_arrays(f"{folder}/{COPIES}", {ENTRY: table})
         else:
             self.copies.write(f"{folder}/copies")
         self.scale.write(f"{folder}/scale")
@@ -94,7 +102,8 @@ class Contents:
         """
         read_variables(self.main, folder, "model_dir")
         if copies and self._on_workers:
-            read_worker_copies(folder, self._differing, self._strategy)
+            table = read_arrays(folder / COPIES)[ENTRY]
+            assign_own(self._differing, table, self._strategy)
         elif copies:
             self.copies.read(str(folder / "copies")).assert_existing_objects_matched()
         if scale:
@@ -205,3 +214,114 @@ def comparable(variables: Mapping[str, Sequence[str]]) -> Fingerprint:
             role = re.split("[/_]", re.sub(r"(_\d+)?(:\d+)?$", "", name))[-1]
             found[f"{owner}[{place}]"] = values if owner == "model" else f"{role}: {values}"
     return found
+
+
+def gathered(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> np.ndarray:
+    """Returns the bytes of every replica's copies: shape (replicas, bytes), uint8.
+
+    Every worker must call this function, in cross-replica context. Replicas exchange the bytes by
+    adding them to zeros, as integers: that keeps every bit, also those of NaN and -0.0.
+    """
+    replicas, count = strategy.num_replicas_in_sync, sum(map(size_of, variables))
+
+    def exchanged() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        values = [tensorflow_variable(variable).read_value() for variable in variables]
+        row = tf.concat([tf.zeros([0], tf.uint8), *map(bytes_of, values)], axis=0)
+        words = tf.bitcast(tf.reshape(tf.pad(row, [[0, -count % 8]]), [-1, 8]), tf.int64)
+        own = tf.range(replicas) == context.replica_id_in_sync_group
+        return strategies.sum_gradients(tf.where(own[:, None], words[None], tf.zeros([], tf.int64)))
+
+    table = strategy.experimental_local_results(strategy.run(exchanged))[0].numpy()
+    return np.ascontiguousarray(table).view(np.uint8)[:, :count]
+
+
+def assign_own(
+    variables: Sequence[Variable], table: np.ndarray, strategy: tf.distribute.Strategy
+) -> None:
+    """Assigns to each copy on this worker its part of what `gathered` returned."""
+
+    def number() -> Any:
+        return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+    numbers = strategy.experimental_local_results(strategy.run(number))
+    rows = [table[int(replica)].tobytes() for replica in numbers]
+    start = 0
+    for variable in variables:
+        dtype, shape = tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
+        end = start + size_of(variable)
+        for copy, row in zip(copies_of(variable, strategy), rows, strict=True):
+            copy.assign(np.frombuffer(row[start:end], dtype).reshape(shape))
+        start = end
+
+
+def size_of(variable: Variable) -> int:
+    """Returns the number of bytes in a copy of a variable."""
+    size: int = tf.as_dtype(variable.dtype).size
+    return size * int(np.prod(tuple(variable.shape)))
+
+
+def bytes_of(value: tf.Tensor) -> tf.Tensor:
+    """Returns the bytes of a tensor: shape (bytes,), uint8."""
+    one_byte = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
+    return tf.reshape(tf.bitcast(one_byte, tf.uint8), [-1])
+
+
+def split(state: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """Returns a state with its arrays replaced by their places, and adds them to `arrays`.
+
+    Raises:
+        TypeError: if the state holds a value that JSON has no type for.
+
+    Example:
+        >>> arrays = {}
+        >>> split({"best": 0.5, "weights": [np.ones(2, np.float32)]}, arrays)
+        {'best': 0.5, 'weights': [{'array': '0', 'dtype': 'float32', 'shape': [2]}]}
+        >>> joined([{"array": "0", "dtype": "float32", "shape": [2]}], arrays)
+        [array([1., 1.], dtype=float32)]
+    """
+    if isinstance(state, Mapping):
+        return {name: split(value, arrays) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [split(value, arrays) for value in state]
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, np.ndarray):
+        place, dtype = str(len(arrays)), keras.backend.standardize_dtype(state.dtype)
+        # NumPy's files do not know bfloat16 and float8, so the bytes are saved.
+        arrays[place] = np.frombuffer(np.ascontiguousarray(state).tobytes(), np.uint8)
+        return {PLACE: place, DTYPE: dtype, SHAPE: list(state.shape)}
+    if not isinstance(state, (str, int, float, type(None))):
+        raise TypeError(
+            f"`state_dict` must return JSON types and NumPy arrays; got a {type(state).__name__}"
+        )
+    return state
+
+
+def joined(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Returns the state from which `split` made its arguments; tuples are lists."""
+    if isinstance(state, Mapping):
+        if set(state) == {PLACE, DTYPE, SHAPE}:
+            dtype = tf.as_dtype(state[DTYPE]).as_numpy_dtype
+            return np.frombuffer(arrays[state[PLACE]].tobytes(), dtype).reshape(state[SHAPE]).copy()
+        return {name: joined(value, arrays) for name, value in state.items()}
+    if isinstance(state, list):
+        return [joined(value, arrays) for value in state]
+    return state
+
+
+def write_arrays(file: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a file of arrays, on any file system that TensorFlow supports; none without arrays."""
+    if arrays:
+        contents = io.BytesIO()
+        np.savez(contents, **arrays)  # type: ignore[arg-type]  # the names are keyword arguments
+        with tf.io.gfile.GFile(file, "wb") as opened:
+            opened.write(contents.getvalue())
+
+
+def read_arrays(file: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns the arrays that `write_arrays` wrote; none if there is no file."""
+    if not file.is_file():
+        return {}
+    with np.load(file, allow_pickle=False) as found:
+        return dict(found)

@@ -77,7 +77,12 @@ def read_manifest(path: pathlib.Path) -> Facts:
     if text != sealed(facts):
         raise DamagedError(f"{path / MANIFEST} has changed: its checksum does not match")
     for name, expected in files.items():
-        check_file(path / name, expected)
+        try:
+            size, found = (path / name).stat().st_size, checksum(path / name)
+        except OSError as error:
+            raise DamagedError(f"{path / name} cannot be read: {error}") from error
+        if (size, found) != (expected["bytes"], expected["sha256"]):
+            raise DamagedError(f"{path / name} has changed: its checksum does not match")
     return facts
 
 
@@ -96,20 +101,6 @@ def read_unchecked(path: pathlib.Path) -> Facts:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def check_file(file: pathlib.Path, expected: dict[str, Any]) -> None:
-    """Raises DamagedError unless a file has the size and checksum that the manifest records."""
-    if not file.is_file():
-        raise DamagedError(f"{file} is missing")
-    if file.stat().st_size != expected["bytes"]:
-        raise DamagedError(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-    try:
-        found = checksum(file)
-    except OSError as error:
-        raise DamagedError(f"{file} cannot be read: {error}") from error
-    if found != expected["sha256"]:
-        raise DamagedError(f"{file} has changed: its checksum does not match")
 
 
 def checksum(file: pathlib.Path) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import strategies
 from trainer.callbacks.callback import keys_of
 from trainer.callbacks.divergence import LossWatch
-from trainer.checkpoint.arrays import joined, read_arrays, split, write_arrays
+from trainer.checkpoint.contents import ARRAYS, joined, read_arrays, split, write_arrays
 from trainer.data.iterator_state import BETWEEN_CALLS, OF_A_PASS, DataPosition
 from trainer.fingerprint import (
     Fingerprint,
@@ -138,7 +138,7 @@ class RunSaver:
         if not (checkpoints.latest and checkpoints.facts["interval"]):
             return None
         interval: dict[str, np.ndarray] = joined(
-            checkpoints.facts["interval"], read_arrays(checkpoints.latest)
+            checkpoints.facts["interval"], read_arrays(checkpoints.latest / ARRAYS)
         )
         return interval
 
@@ -150,7 +150,7 @@ class RunSaver:
         """
         checkpoints, keyed = self._parts.checkpoints, keys_of(self._trainer.callbacks)
         saved = checkpoints.facts.get("callbacks", {})
-        arrays = read_arrays(checkpoints.latest) if checkpoints.latest else {}
+        arrays = read_arrays(checkpoints.latest / ARRAYS) if checkpoints.latest else {}
         for key, callback in keyed.items():
             if key in saved:
                 callback.load_state_dict(joined(saved[key], arrays))
@@ -187,7 +187,7 @@ class RunSaver:
             def write(folder: str) -> None:
                 self._position.write(folder)  # which may wait for data
                 saving.enter_context(self._unhurried())
-                write_arrays(folder, arrays)
+                write_arrays(f"{folder}/{ARRAYS}", arrays)
 
             if not self._trainer.is_chief:  # it waits for the chief
                 saving.enter_context(self._unhurried())

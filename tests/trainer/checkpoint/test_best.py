@@ -248,31 +248,6 @@ def test_the_best_survive_a_restart(tmp_path):
     assert kept(tmp_path / "twice", 4, 8) == kept(tmp_path / "once", 8) != {}
 
 
-def test_a_run_whose_evaluations_lack_the_metric_does_not_begin(tmp_path):
-    """The names of the results are known before the first step."""
-    trainer = Learning(
-        model_dir=tmp_path, checkpoints=Checkpoints(keep_best=2, best_metric="accuracy")
-    )
-    with pytest.raises(ValueError, match="`best_metric`"):
-        trainer.train((X, Y), steps=3, global_batch=4, eval_data=(X, Y))
-
-    assert list(tmp_path.rglob("ckpt-*")) == []
-
-
-@pytest.mark.thorough
-def test_nothing_is_kept_without_being_asked_for(tmp_path):
-    """By default no model is kept; `keep_best` without evaluations is refused before the first step."""
-    Linear(model_dir=tmp_path / "a", verbose=False).train(
-        slopes(1.0), steps=1, global_batch=1, eval_data=slopes(1.0)
-    )
-    trainer = Linear(model_dir=tmp_path / "b", checkpoints=Checkpoints(keep_best=1), verbose=False)
-    with pytest.raises(ValueError, match="`eval_data`"):
-        trainer.train(slopes(1.0), steps=1, global_batch=1)
-
-    assert list(tmp_path.rglob("best")) == []
-    assert trainer.totals.attempted == 0
-
-
 def test_a_module_is_kept_as_its_variables(tmp_path):
     """A `tf.Module` is saved as a TensorFlow checkpoint, because its code cannot be saved."""
 

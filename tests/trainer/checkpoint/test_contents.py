@@ -1,16 +1,29 @@
-"""The variables in a checkpoint: how they are found, described, compared and read."""
+"""What a checkpoint holds: how variables are found, described, compared and read, and states with
+arrays. `tests/chaos/test_kills.py` kills jobs of several workers.
+"""
+
+import json
 
 import keras
+import ml_dtypes
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, linear_model, slopes
 
 import scaling
 from trainer.checkpoint.contents import (
+    ARRAYS,
     Contents,
+    assign_own,
     comparable,
     describe,
+    gathered,
+    joined,
     others_with_variables,
+    read_arrays,
+    split,
+    write_arrays,
 )
 from trainer.step.rollback import copies_of
 
@@ -138,3 +151,77 @@ def test_copies_of_several_workers_are_marked(monkeypatch, mirrored):
     on_workers = Contents({}, scaler, {"mean": metric}, strategy)
 
     assert on_workers.differing == ["kept: of each worker", *describe(metric.variables)]
+
+
+# Values of which each bit counts: two NaNs that differ, -0.0, and the smallest number.
+BITS = np.array([0x7FC00001, 0xFFC00000, 0x80000000, 1], np.uint32).view(np.float32)
+
+
+def variables_on(strategy):
+    """Variables of several types, with another copy on each replica."""
+    values = [
+        *(BITS, np.float16([[1.5], [2.5], [-0.0]]), np.int64(-(2**40)), np.array([True, False])),
+        np.float32(0.1),
+    ]
+    with strategy.scope():
+        variables = [
+            tf.Variable(value, synchronization=tf.VariableSynchronization.ON_READ, trainable=False)
+            for value in values
+        ]
+    for variable, value in zip(variables, values, strict=True):
+        for replica, copy in enumerate(strategy.experimental_local_results(variable)):
+            copy.assign(np.roll(value, replica) if np.ndim(value) else value)
+    return variables
+
+
+def bits_of(variables, strategy):
+    """The bytes of every copy."""
+    copies = [strategy.experimental_local_results(variable) for variable in variables]
+    return [[copy.numpy().tobytes() for copy in of_one] for of_one in copies]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_bit_of_every_copy_is_kept(mirrored, replicas):
+    """L12: the copies of all replicas are gathered with every bit, and each gets its own again."""
+    strategy = mirrored(replicas)
+    variables = variables_on(strategy)
+    before = bits_of(variables, strategy)
+    table = gathered(variables, strategy)
+    of_replicas = [b"".join(copies) for copies in zip(*before, strict=True)]
+    assert [row.tobytes() for row in table] == of_replicas
+
+    assign_own(variables, np.zeros_like(table), strategy)
+    assert bits_of(variables, strategy) != before
+    assign_own(variables, table, strategy)
+    assert bits_of(variables, strategy) == before
+    assert gathered([], strategy).shape == (replicas, 0)
+
+
+def test_a_state_comes_back_from_its_files(tmp_path):
+    """Numbers keep their values and arrays their bits, dtypes and shapes, bfloat16 included. A state
+    without arrays has no file.
+    """
+    assert read_arrays(tmp_path / ARRAYS) == {}
+    weights = [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.array(0.5, ml_dtypes.bfloat16),
+        np.zeros([0, 2], np.int64),
+    ]
+    arrays = {}
+    state = split({"best": np.float32(0.25), "wait": 3, "name": None, "weights": weights}, arrays)
+    write_arrays(str(tmp_path / ARRAYS), arrays)
+    found = joined(json.loads(json.dumps(state)), read_arrays(tmp_path / ARRAYS))
+
+    for here, there in zip(found.pop("weights"), weights, strict=True):
+        assert (here.dtype, here.shape, here.tobytes()) == (
+            there.dtype,
+            there.shape,
+            there.tobytes(),
+        )
+    assert found == {"best": 0.25, "wait": 3, "name": None}
+
+
+def test_what_json_does_not_know_is_an_error():
+    """A checkpoint is not begun with a state that it cannot hold."""
+    with pytest.raises(TypeError, match="`state_dict`"):
+        split({"seen": [{1, 2}]}, {})

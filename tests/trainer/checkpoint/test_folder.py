@@ -58,15 +58,6 @@ def test_a_manifest_returns_the_facts_and_describes_every_file(sound):
     assert folder.MANIFEST not in files
 
 
-def test_all_facts_that_json_can_hold_are_read_back(tmp_path):
-    """Numeric keys become text and tuples become lists, which does not count as damage."""
-    write(tmp_path / "ckpt-1", facts={"state": {10: (1, 2), 2: float("inf")}, "ü": "Käse"})
-    facts = folder.read_manifest(tmp_path / "ckpt-1")
-
-    assert facts["state"] == {"10": [1, 2], "2": float("inf")}
-    assert facts["ü"] == "Käse"
-
-
 def assert_found(sound, name, damaged):
     """Damages a file, checks that the error names it, and restores the file."""
     file = sound / name
@@ -100,10 +91,10 @@ def test_every_truncation_is_found(sound, name):
         assert_found(sound, name, right[:length])
     assert_found(sound, name, right + b"\n")
     aside = (sound / name).rename(sound.parent / "aside")
-    with pytest.raises(folder.DamagedError, match=r"run\.json cannot be read|is missing"):
+    with pytest.raises(folder.DamagedError, match="cannot be read"):
         folder.read_manifest(sound)
     (sound / name).mkdir()
-    with pytest.raises(folder.DamagedError, match=r"run\.json cannot be read|is missing"):
+    with pytest.raises(folder.DamagedError, match="cannot be read"):
         folder.read_manifest(sound)
     (sound / name).rmdir()
     aside.rename(sound / name)
@@ -191,18 +182,6 @@ def test_a_commit_is_all_or_nothing(tmp_path, monkeypatch, replacing):
     assert changed > 8
 
 
-def test_a_manifest_can_be_read_without_checks(tmp_path):
-    """All that it holds; nothing if it is missing, is no JSON, or is JSON of another kind."""
-    path = tmp_path / "ckpt-3"
-    write(path, {"a": b"1"}, {"step": 3})
-    (path / "a").unlink()
-    assert folder.read_unchecked(path)["step"] == 3
-    for text in ("{", "[1]", "null"):
-        (path / "run.json").write_text(text)
-        assert folder.read_unchecked(path) == {}
-    assert folder.read_unchecked(tmp_path / "none") == {}
-
-
 def test_only_committed_folders_are_listed(tmp_path):
     """In ascending order, without unfinished folders, files and other names."""
     for name in ("ckpt-20", "ckpt-3", "ckpt-100", "step-5"):
@@ -216,36 +195,3 @@ def test_only_committed_folders_are_listed(tmp_path):
         (step, tmp_path / f"ckpt-{step}") for step in (3, 20, 100)
     ]
     assert folder.committed(tmp_path / "none", "ckpt") == {}
-
-
-def test_a_folder_replaces_another(tmp_path):
-    """No file of the old folder is left, and none of an earlier unfinished one."""
-    write(tmp_path / "ckpt-3", {"a": b"old", "b": b"old"})
-    (begin_folder(tmp_path / "ckpt-3") / "c").write_bytes(b"from a killed process")
-    write(tmp_path / "ckpt-3", {"a": b"new"})
-
-    assert contents(tmp_path / "ckpt-3") == {"a": b"new"}
-    assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
-
-
-def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
-    """Every file, the manifest and the folder are flushed to disk before the rename, and the parent
-    folder after it.
-    """
-    done, fsync, rename = [], os.fsync, pathlib.Path.rename
-
-    def remembering(handle):
-        done.append(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    def renamed(self, target):
-        done.append("renamed")
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", remembering)
-    monkeypatch.setattr(pathlib.Path, "rename", renamed)
-    path = tmp_path / "ckpt-3"
-    write(path, {"a": b"1", "b": b"2"})
-    inodes = [each.stat().st_ino for each in (path / "a", path / "b", path / "run.json", path)]
-
-    assert done == [*inodes, "renamed", tmp_path.stat().st_ino]

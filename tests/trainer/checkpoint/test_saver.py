@@ -19,7 +19,6 @@ import scaling
 from trainer import Checkpoints, Trainer
 from trainer.base.atomic_files import begin_folder
 from trainer.checkpoint import CheckpointError, folder, saver
-from trainer.log.writers import RunWriters
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
 
@@ -292,8 +291,7 @@ def test_other_metrics_start_over(tmp_path, caplog):
     assert same.weight == other.weight == -1.0
     assert float(same.metrics["a"].result()) == 2.0
     assert [float(metric.result()) for metric in other.metrics.values()] == [0.0, 0.0]
-    [warning] = warnings_in(caplog)
-    assert warning.startswith("Metrics are not restored")
+    assert len(warnings_in(caplog)) == 1
 
 
 # When checkpoints are written, and how many are kept.
@@ -403,9 +401,8 @@ def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
         summary, trainer = run(4)
 
     assert (summary.step, summary.steps_run, trainer.weight) == (4, 2, -3.0)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"Skipping damaged checkpoint ckpt-6: {broken} has changed: its checksum does not match."
-    ]
+    [record] = caplog.records
+    assert str(broken) in record.getMessage()
     assert steps_saved(tmp_path) == [4, 6]
     assert run(6)[0].steps_run == 2
     assert steps_saved(tmp_path) == [6]
@@ -431,16 +428,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     for step, path in paths.items():
         (begin_folder(path) / "data").write_text("old")
         folder.commit(path, {"step": step, "saved": "once"})
-    check, replaced = folder.check_file, []
+    checksum, replaced = folder.checksum, []
 
-    def replace_first(file, expected):
+    def replace_first(file):
         if not replaced:
             replaced.append(file)
             (begin_folder(paths[2]) / "data").write_text("new")
             folder.commit(paths[2], {"step": 2, "saved": "twice"})
-        check(file, expected)
+        return checksum(file)
 
-    monkeypatch.setattr(folder, "check_file", replace_first)
+    monkeypatch.setattr(folder, "checksum", replace_first)
     path, facts = saver.newest_intact(folder.committed(tmp_path, "ckpt"), "model_dir")
 
     assert (path, facts["saved"], replaced) == (paths[2], "twice", [paths[2] / "data"])
@@ -696,45 +693,6 @@ def test_a_manifest_describes_the_run(tmp_path):
     }
 
 
-def lines_of(path):
-    """The lines of a file, with their newlines."""
-    return path.read_text().splitlines(keepends=True)
-
-
-def test_the_log_is_rewound_with_the_run(tmp_path):
-    """Lines of later steps are removed, and damaged ones kept aside; all others stay."""
-    files = RunWriters(tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    files.rewind(3)
-    assert not path.exists()
-    RunWriters(None).rewind(3)
-
-    stay = [
-        '{"step": 1, "split": "train", "loss": 1.0}\n',
-        '{"step": 3, "split":"validation",  "loss": null}\n',
-        '{"step": 9, "split": "recovery", "what": "loss 9 above 1", "restored": 2}\n',
-        '{"step": 2, "split": "skip"}\n',
-    ]
-    go = ['{"step": 4, "split": "train"}\n', '{"step": 30, "split": "skip"}\n']
-    # Two processes were killed while writing: the first left a partial line, to which the second
-    # appended.
-    torn = ['{"step": 2, "spl{"step": 2, "split": "train"}\n', '{"step": 1, "split": "train"']
-    path.write_text("".join([stay[0], go[0], stay[1], torn[0], stay[2], go[1], stay[3], torn[1]]))
-    files.rewind(3)
-    assert lines_of(path) == stay
-    table = tmp_path / "train.csv"
-    table.write_text("step,loss\n1,1.0\n3,\n4,0.5\n5,0.")
-    files.rewind(3)
-    assert table.read_text() == "step,loss\n1,1.0\n3,\n"
-    table.unlink()
-
-    before = path.stat().st_ino
-    files.rewind(3)
-    assert (lines_of(path), path.stat().st_ino) == (stay, before)
-    assert lines_of(tmp_path / "damaged-metrics.jsonl") == torn[:1]  # the end of a torn file is not
-    assert {each.name for each in tmp_path.iterdir()} == {"metrics.jsonl", "damaged-metrics.jsonl"}
-
-
 @pytest.mark.thorough
 def test_a_resumed_run_logs_each_step_once(tmp_path):
     """Steps that were logged but not saved before the process was killed are not logged twice."""
@@ -744,7 +702,7 @@ def test_a_resumed_run_logs_each_step_once(tmp_path):
         lines.write('{"step": 3, "split": "train"}\n{"step": 4, "spl')
     Linear(**arguments).train(slopes(1.0), steps=4, global_batch=1)
 
-    lines = map(json.loads, lines_of(tmp_path / "metrics.jsonl"))
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     logged = [(line["split"], line["step"]) for line in lines]
     numbers = [("train", step) for step in range(1, 5)]
     assert [each for each in logged if each[0] not in {"run", "end"}] == [("scale", 1), *numbers]
