@@ -6,12 +6,10 @@ need.
 """
 
 import importlib
-import pathlib
 import typing
 
 from trainer.base import at_import
 
-at_import.check_siblings(pathlib.Path(__file__).parents[1])
 try:
     import scaling  # noqa: F401  # imports TensorFlow quietly, before anything else does
 finally:  # the version is the cause of other errors, too

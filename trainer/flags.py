@@ -31,7 +31,7 @@ from absl import flags, logging
 import strategies
 from scaling.base.argument_checks import did_you_mean
 from scaling.ops.precision import COMPUTE_DTYPES
-from trainer.base.argument_checks import check_writable, local_path
+from trainer.base.argument_checks import local_path
 from trainer.base.atomic_files import write_atomically
 from trainer.base.fields import CHOICES, LEAST, argument_texts
 from trainer.callbacks.divergence import Divergence
@@ -270,7 +270,6 @@ def make_trainer(
     made = trainer_class(**from_flags | arguments)
     if flag_values.model_dir and made.is_chief and flag_values.mode in TRAINING_MODES:
         model_dir = local_path(flag_values.model_dir)
-        check_writable(model_dir)
         write = functools.partial(write_atomically, model_dir / "flags.cfg", text_of(flag_values))
         if (model_dir / "flags.cfg").exists():  # the run may yet be refused, or only evaluate
             made.when_training_begins.append(write)

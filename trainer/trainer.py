@@ -14,16 +14,9 @@ from absl import logging
 
 import strategies
 from scaling.base.argument_checks import check_integer
-from trainer.base.argument_checks import (
-    as_python,
-    check_choice,
-    check_path,
-    check_seed,
-    check_writable,
-    local_path,
-)
+from trainer.base.argument_checks import as_python, check_choice, local_path
+from trainer.base.atomic_files import only_writer
 from trainer.base.autograph import without_autograph
-from trainer.base.folder_lock import only_writer
 from trainer.base.scoped_seed import ScopedSeed, random_numbers_kept
 from trainer.callbacks.callback import HOOKS, Callback, check_callbacks
 from trainer.callbacks.divergence import LossWatch
@@ -276,7 +269,6 @@ class Trainer(Task):
         check_choice("jit_compile", jit_compile, ("auto", *COMPILE_MODES))
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"
-        check_seed(seed)
         self.seed = as_python(seed)
         self._seeded = ScopedSeed(self.seed)
         self.style = resolve_style(verbose, shown=self.is_chief)
@@ -487,7 +479,6 @@ class Trainer(Task):
         began = time.perf_counter()
         check_not_in_train("train", self._running, averaged=self._averaging)
         folder = self.model_dir if self.is_chief else None
-        check_writable(folder)
         self._end_online()
         self._withdraw_stop()
         with only_writer(folder), self._with_workers(), StopSignals(self.stop) as signals:
@@ -618,7 +609,6 @@ class Trainer(Task):
         check_online(self)
         if not self._trained_on:
             check_no_place_is_lost(self._parts.checkpoints, self.checkpoints.data_resume)
-        check_writable(self.model_dir)
         self._end_online()
         self._parts.checkpoints.check_only_writer()
         self._withdraw_stop()
@@ -1151,7 +1141,6 @@ class Trainer(Task):
             ValueError: if the folder is not a record, or if the record comes from a run with a
                 different model or different settings.
         """
-        check_path("overflow", overflow)
         record, dataset, state = read_record(local_path(overflow))
         if self.compile_mode_open and not self._started:
             self.jit_compile = record.setting["jit_compile"]

@@ -23,7 +23,7 @@ import scaling
 from proofs.protocols import files
 from proofs.protocols.files import Disk, Operation
 from proofs.protocols.search import Model
-from trainer.base.argument_checks import check_writable
+from trainer.base.atomic_files import make_folder
 from trainer.checkpoint import folder
 from trainer.checkpoint.saver import PREFIX, CheckpointSaver
 
@@ -109,7 +109,7 @@ def checkpoints(root: pathlib.Path) -> tuple[CheckpointSaver, Contents]:
 
 def start(root: pathlib.Path) -> int:
     """Starts a run as `train` does, and returns the step from which it continues, or DAMAGED."""
-    check_writable(root / RUN)
+    make_folder(root / RUN)
     saver, contents = checkpoints(root)
     try:
         saver.restore()

@@ -1,4 +1,4 @@
-"""Checks of the trainer's own kinds of arguments: paths, seeds, choices, results of methods.
+"""Checks of the trainer's own kinds of arguments: paths, choices, results of methods.
 
 Those of numbers and switches stand in `scaling/base/argument_checks.py`.
 """
@@ -7,19 +7,13 @@ import contextlib
 import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from scaling.base.argument_checks import (
-    did_you_mean,
-    is_integer,
-    shown,
-)
-from trainer.base.atomic_files import make_folder
+from scaling.base.argument_checks import did_you_mean, shown
 
 
 def as_python(value: Any) -> Any:
@@ -48,10 +42,7 @@ def as_returned_tensor(name: str, value: Any, what: str) -> tf.Tensor:
     if not tensors:  # they would be stacked
         with contextlib.suppress(Exception):  # TensorFlow raises many kinds
             return tf.convert_to_tensor(value)
-    raise TypeError(
-        f"`{name}` must return {what}; got {type(value).__name__}. TensorFlow cannot convert it to "
-        "a tensor. Check what the method returns, and that it returns something."
-    )
+    raise TypeError(f"`{name}` must return {what}; got {type(value).__name__}")
 
 
 def as_returned_loss(value: Any, what: str) -> tf.Tensor:
@@ -62,41 +53,27 @@ def as_returned_loss(value: Any, what: str) -> tf.Tensor:
     """
     loss = as_returned_tensor("compute_loss", value, what)
     if loss.dtype not in (tf.float32, tf.float64):
-        raise TypeError(
-            f"`compute_loss` must return float32; got {loss.dtype.name}. Cast the model's output "
-            "to float32 before the loss."
-        )
+        raise TypeError(f"`compute_loss` must return float32; got {loss.dtype.name}")
     return tf.cast(loss, tf.float32)
 
 
-def check_seed(seed: object, bits: int = 32) -> None:
-    """Raises ValueError unless `seed` is None or an unsigned integer of at most `bits` bits."""
-    if seed is not None and not (is_integer(seed) and 0 <= seed < 2**bits):
-        raise ValueError(
-            f"`seed` must be an int from 0 to 2^{bits} - 1, or None; got {shown(seed)}"
-        )
-
-
-def check_path(name: str, value: object) -> None:
-    """Raises ValueError, naming the argument, unless `value` is a non-empty local path.
+def check_path(name: str, value: Any, *, of_checkpoints: bool = False) -> None:
+    """Raises ValueError, naming the argument, unless `value` is a local path that can be used.
 
     Files are locked and renamed as they are written, which object stores do not offer. Both an
     empty path and a URL such as gs://bucket/run would be folders on this machine.
+
+    Args:
+        name: the argument.
+        value: the path.
+        of_checkpoints: whether TensorFlow reads checkpoints there. It takes their paths for
+            patterns: under a bracket or a backslash, they can be written and not be read.
     """
-    text = os.fspath(value)  # type: ignore[call-overload]  # or raises TypeError
+    text = os.fspath(value)
     if not text or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
         raise ValueError(f"`{name}` must be a local path; got {shown(text)}")
-
-
-def check_checkpoint_path(name: str, value: Any) -> None:
-    """As `check_path`, for a path under which TensorFlow reads checkpoints.
-
-    TensorFlow looks for a checkpoint's files with its path as a pattern. With a bracket or a
-    backslash in it, a checkpoint can be written and not be read.
-    """
-    check_path(name, value)
     whole = str(local_path(value).absolute())
-    if found := re.search(r"[\[\\]", whole):
+    if of_checkpoints and (found := re.search(r"[\[\\]", whole)):
         raise ValueError(f"`{name}` must not contain {found[0]!r}; got {shown(whole)}")
 
 
@@ -108,20 +85,6 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
         True
     """
     return pathlib.Path(path).expanduser()
-
-
-def check_writable(model_dir: pathlib.Path | None) -> None:
-    """Creates `model_dir` if needed, and raises ValueError unless files can be written there."""
-    if model_dir is None:
-        return
-    try:
-        make_folder(model_dir)
-        with tempfile.TemporaryFile(dir=model_dir) as file:
-            file.write(b"x")
-    except OSError as error:
-        raise ValueError(
-            f"`model_dir` must be a writable directory; got {str(model_dir)!r}: {error.strerror}"
-        ) from error
 
 
 def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:

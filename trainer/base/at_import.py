@@ -1,34 +1,11 @@
-"""What `import trainer` checks first: its sibling packages, and the versions of its libraries."""
+"""What `import trainer` checks first: the versions of its libraries."""
 
 import contextlib
 import importlib.metadata
-import importlib.util
-import pathlib
 import re
 
-SIBLINGS = ("scaling", "strategies")
 # The first version that works, and the first that was not tried. pyproject.toml has the same.
 SUPPORTED = {"tensorflow": ("2.19", "2.22"), "keras": ("3.15", "3.16")}
-
-
-def check_siblings(ours: pathlib.Path) -> None:
-    """Raises ImportError if importing `scaling` or `strategies` would find something else.
-
-    Python finds a file `scaling.py` next to a user's script before any installed package.
-
-    Args:
-        ours: the folder that holds halfstep's packages.
-    """
-    for name in SIBLINGS:
-        spec = importlib.util.find_spec(name)
-        origin = pathlib.Path(spec.origin) if spec and spec.origin else None
-        # The folder is resolved, not the file: some installs link every file to its source.
-        if origin is None or origin.parent.resolve() != (ours / name).resolve():
-            raise ImportError(
-                f"`import {name}` finds {origin or 'nothing'}, not {ours / name}: rename the "
-                "other file, or start Python with -P",
-                name=name,
-            )
 
 
 def check_versions(found: dict[str, str]) -> None:

@@ -8,14 +8,22 @@ that it survives a power failure.
     ...  # write files into `folder`
     publish_folder(path)  # or discard_folder(path)
     remove_folder(path)  # once it is not needed any more
+
+`only_writer` locks the folder of a run, which has one writer at a time.
 """
 
+import contextlib
 import ctypes
 import os
 import pathlib
 import shutil
 import sys
+from collections.abc import Iterator
 
+import filelock
+from absl import logging
+
+LOCK = "writer.lock"
 UNFINISHED = ".tmp"  # suffix of a file or folder that is still being written
 REPLACED = ".old"  # suffix of a folder that is being replaced, where folders cannot be exchanged
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux: linux/fcntl.h, linux/fs.h
@@ -26,17 +34,8 @@ def unfinished(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(path.name + UNFINISHED)
 
 
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a text file, so that a reader sees all of it or none. Creates its parent folders.
-
-    As in `replace_file`, no link is followed.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text.encode())
-
-
-def replace_file(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file atomically into a folder that others can write to, too.
+def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file, so that a reader sees all of it or none. Creates its parent folders.
 
     No link is followed: one at the file's place is replaced, and what it leads to stays as it is.
 
@@ -47,16 +46,17 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
         >>> import tempfile
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> (folder / "page.html").symlink_to(folder / "other.txt")
-        >>> replace_file(folder / "page.html", b"new")
+        >>> write_atomically(folder / "page.html", "new")
         >>> (folder / "page.html").read_text(), (folder / "other.txt").exists()
         ('new', False)
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = unfinished(path)
     temporary.unlink(missing_ok=True)
     file = temporary.open("xb")  # "x" refuses a link that has appeared since
     try:
         with file:
-            file.write(content)
+            file.write(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     except OSError:
         temporary.unlink()
@@ -148,3 +148,44 @@ def flush_to_disk(path: pathlib.Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def only_writer(folder: pathlib.Path | None) -> Iterator[None]:
+    """Context manager: makes a folder if needed, and holds its lock. Readers need no lock.
+
+    The operating system releases it when the process ends, however that happens.
+
+    Args:
+        folder: the folder; None locks nothing.
+
+    Raises:
+        RuntimeError: if another run holds the lock.
+        OSError: if the folder cannot be made.
+
+    Example:
+        >>> import tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with only_writer(folder):
+        ...     [path.name for path in folder.iterdir()]
+        ['writer.lock']
+    """
+    if folder is None:
+        yield
+        return
+    make_folder(folder)
+    lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise RuntimeError(
+            f"`model_dir` must not be in use by another run; got {str(folder)!r}"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        logging.warning(
+            "%s cannot be locked (%s). Take care that no other run writes to it.", folder, error
+        )
+    try:
+        yield
+    finally:
+        lock.release()

@@ -19,61 +19,54 @@ Args:
 
 import dataclasses
 import inspect
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import check_bool, check_integer, is_number, shown
+from scaling.base.argument_checks import check_bool, check_integer
 from trainer.base.argument_checks import as_python, check_choice
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
 
-CHECK, CHOICES, LEAST = "check", "choices", "least"  # keys of a field's metadata
+# Keys of a field's metadata: its check, whether None is allowed, and what its flag needs to know.
+CHECK, OPTIONAL, CHOICES, LEAST = "check", "optional", "choices", "least"
+
+
+def checked(
+    default: Any,
+    check: Check,
+    *,
+    optional: bool = False,
+    choices: Sequence[Any] = (),
+    least: int = 1,
+) -> Any:
+    """Returns a field with a check. None is allowed if it is the default, or if `optional`."""
+    known = {CHECK: check, OPTIONAL: optional or default is None, CHOICES: choices, LEAST: least}
+    return dataclasses.field(default=default, metadata=known)
 
 
 def count(default: int | None, *, least: int = 1, optional: bool = False) -> Any:
-    """Returns a field for an int of at least `least`.
-
-    None is allowed as well if it is the default, or if `optional` is True.
-    """
-    optional = optional or default is None
+    """Returns a field for an int of at least `least`; for `optional`, see `checked`."""
 
     def check(name: str, value: Any) -> None:
-        if not (optional and value is None):
-            check_integer(name, value, least)
+        check_integer(name, value, least)
 
-    return dataclasses.field(default=default, metadata={CHECK: check, LEAST: least})
+    return checked(default, check, optional=optional, least=least)
 
 
 def choice(default: Any, choices: Sequence[Any]) -> Any:
-    """Returns a field for one of the given values; None is allowed if it is the default."""
-    return checked(
-        default,
-        lambda name, value: check_choice(name, value, tuple(choices)),
-        **{CHOICES: tuple(choices)},
-    )
+    """Returns a field for one of the given values."""
+    allowed = tuple(choices)
+
+    def check(name: str, value: Any) -> None:
+        check_choice(name, value, allowed)
+
+    return checked(default, check, choices=allowed)
 
 
 def switch(default: bool) -> Any:
     """Returns a field that accepts True or False."""
     return checked(default, check_bool)
-
-
-def checked(default: Any, check: Check, **metadata: Any) -> Any:
-    """Returns a field with the given check; None is allowed if it is the default."""
-
-    def check_unless_none(name: str, value: Any) -> None:
-        if default is not None or value is not None:
-            check(name, value)
-
-    return dataclasses.field(default=default, metadata={CHECK: check_unless_none, **metadata})
-
-
-def check_seconds(name: str, value: Any) -> None:
-    """Raises ValueError, naming the argument, unless `value` is a positive, finite number."""
-    if not (is_number(value) and 0 < value < math.inf):
-        raise ValueError(f"`{name}` must be positive and finite, in seconds; got {shown(value)}")
 
 
 def check_fields(group: Any) -> None:
@@ -87,7 +80,7 @@ def check_fields(group: Any) -> None:
     for field in dataclasses.fields(group):
         value = as_python(getattr(group, field.name))
         object.__setattr__(group, field.name, value)  # the group is frozen
-        if CHECK in field.metadata:
+        if CHECK in field.metadata and not (value is None and field.metadata[OPTIONAL]):
             field.metadata[CHECK](field.name, value)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.base.atomic_files import replace_file
+from trainer.base.atomic_files import write_atomically
 from trainer.report import facts
 from trainer.report.canvas import (
     BLACK,
@@ -72,8 +72,7 @@ def compare_runs(run_dirs: Sequence[str | pathlib.Path], output: str | pathlib.P
         pictures=draw(runs),
     )
     page = pathlib.Path(output) / "comparison.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(page, text.encode())
+    write_atomically(page, text)
     return str(page)
 
 

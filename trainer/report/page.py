@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jinja2
 import markupsafe
 
-from trainer.base.atomic_files import replace_file
+from trainer.base.atomic_files import write_atomically
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.report import facts
 from trainer.report.canvas import MAX_ROWS, Picture
@@ -46,11 +46,10 @@ def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None 
     folder = pathlib.Path(run_dir) / "report" if output is None else pathlib.Path(output)
     if output is None and folder.is_symlink():  # whoever wrote the run may have chosen its target
         raise ValueError(f"`output` must be given where {str(folder)!r} is a link")
-    folder.mkdir(parents=True, exist_ok=True)
     pictures = draw_all(run)
     for picture in pictures.values():
-        replace_file(folder / picture.file, picture.png)
-    replace_file(folder / "report.html", render(run, pictures).encode())
+        write_atomically(folder / picture.file, picture.png)
+    write_atomically(folder / "report.html", render(run, pictures))
     return str(folder / "report.html")
 
 

@@ -20,7 +20,7 @@ from absl import logging
 
 import strategies
 from scaling.base.argument_checks import check_integer
-from trainer.base.argument_checks import check_writable
+from trainer.base.atomic_files import make_folder
 from trainer.callbacks.callback import Callback
 from trainer.checkpoint import folder
 from trainer.checkpoint.best import Best
@@ -71,7 +71,7 @@ class ContinuousEvaluation:
         self._parts: Parts | None = None
         self._evaluate_model: Evaluate | None = None
         self._say = RunConsole(trainer.style).say
-        check_writable(model_dir / FOLDER)
+        make_folder(model_dir / FOLDER)
         settings, self._best = trainer.checkpoints, None
         if settings.keep_best:
             self._best = Best(

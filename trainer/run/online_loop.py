@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from trainer.base.folder_lock import only_writer
+from trainer.base.atomic_files import only_writer
 from trainer.callbacks.divergence import LossWatch
 from trainer.checkpoint import CheckpointSaver
 from trainer.data.errors import found_in, wrong_values

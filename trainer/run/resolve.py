@@ -12,7 +12,7 @@ from absl import logging
 
 import scaling
 import strategies
-from trainer.base.argument_checks import check_checkpoint_path, local_path
+from trainer.base.argument_checks import check_path, local_path
 from trainer.losses.loss_fn import check_loss_fn
 from trainer.losses.outputs import is_several, resolve_output_losses
 
@@ -36,7 +36,7 @@ def resolve_folder(model_dir: str | pathlib.Path | None) -> pathlib.Path | None:
     """Returns `model_dir` as an absolute path, which does not follow the working directory."""
     if model_dir is None:
         return None
-    check_checkpoint_path("model_dir", model_dir)
+    check_path("model_dir", model_dir, of_checkpoints=True)
     return local_path(model_dir).absolute()
 
 

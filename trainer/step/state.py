@@ -6,7 +6,6 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
-from trainer.base.argument_checks import check_seed
 from trainer.step.plan import StepPlan
 from trainer.step.report import Outcome
 
@@ -29,9 +28,7 @@ class TrainState(tf.Module):
 
         Raises:
             TypeError: if `rule` is not a loss-scale rule.
-            ValueError: if `seed` is outside its range.
         """
-        check_seed(seed, bits=63)
         super().__init__(name="train_state")
         self.loss_scaler = scaling.LossScaler(rule)
         self.outcomes = counter("outcomes", len(scaling.Cause))

@@ -7,7 +7,7 @@ import pytest
 
 from proofs.protocols import checkpoint, files
 from proofs.protocols.search import search
-from trainer.base import argument_checks, atomic_files
+from trainer.base import atomic_files
 from trainer.checkpoint import folder
 from trainer.checkpoint.saver import newest_intact
 
@@ -74,7 +74,7 @@ def test_folders_that_are_not_flushed_are_lost_with_what_is_in_them():
 
     with (
         mock.patch.object(atomic_files, "make_folder", unflushed),
-        mock.patch.object(argument_checks, "make_folder", unflushed),
+        mock.patch.object(checkpoint, "make_folder", unflushed),
     ):
         found = search(checkpoint.model(power=True, deaths=1, with_folder=False))
 

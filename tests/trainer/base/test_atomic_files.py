@@ -1,12 +1,13 @@
-"""Files and folders that are written completely or not at all."""
+"""Files and folders that are written completely or not at all, and by one run at a time."""
 
 import os
 import pathlib
-import resource
-import signal
+import subprocess
 import sys
 
+import filelock
 import pytest
+from helpers import Linear, slopes
 
 from trainer.base import atomic_files
 from trainer.base.atomic_files import (
@@ -15,9 +16,9 @@ from trainer.base.atomic_files import (
     discard_folder,
     exchange,
     make_folder,
+    only_writer,
     publish_folder,
     remove_folder,
-    replace_file,
     unfinished,
     write_atomically,
 )
@@ -59,23 +60,6 @@ def test_a_file_whose_writing_fails_keeps_its_old_text(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="No space left"):
                 write_atomically(path, "new")
         assert contents(tmp_path) == {"notes.txt": "old"}
-
-
-def test_what_did_not_fit_on_the_disk_is_removed(tmp_path):
-    """It would take the last room."""
-    path = tmp_path / "notes.txt"
-    write_atomically(path, "old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_atomically(path, "new" * 10)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-    assert contents(tmp_path) == {"notes.txt": "old"}
 
 
 def fail(*args):
@@ -136,20 +120,6 @@ def test_a_folder_that_is_replaced_always_has_its_name(tmp_path, monkeypatch, ca
     assert contents(tmp_path) == {"ckpt-1/data": "new"}
 
 
-def test_folders_exchange_their_names(tmp_path):
-    """Each has the other's files afterwards. Nothing is done if one of them is missing."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    assert not exchange(tmp_path / "a", tmp_path / "c")
-    before = contents(tmp_path)
-    done = exchange(tmp_path / "a", tmp_path / "b")
-
-    assert before == {"a/file": "a", "b/file": "b"}
-    assert done == (sys.platform == "linux")
-    assert contents(tmp_path) == ({"a/file": "b", "b/file": "a"} if done else before)
-
-
 def test_new_folders_are_flushed_in_the_ones_above(tmp_path, monkeypatch):
     """Otherwise a power failure could take a folder with everything in it. Folders that exist are
     left alone.
@@ -173,32 +143,6 @@ def test_an_unfinished_folder_can_be_discarded(tmp_path):
     discard_folder(tmp_path / "ckpt-4")
 
     assert contents(tmp_path) == {"ckpt-3/a": "old"}
-
-
-def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
-    """Files and folders at any depth are flushed before the rename, and the parent folder after."""
-    events, fsync, rename = [], os.fsync, pathlib.Path.rename
-
-    def record_flush(handle):
-        events.append(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    def record_rename(self, target):
-        events.append("renamed")
-        return rename(self, target)
-
-    path = tmp_path / "step-1"
-    folder = begin_folder(path)
-    (folder / "batch").mkdir()
-    (folder / "batch" / "shard").write_text("1")
-    (folder / "state").write_text("2")
-    monkeypatch.setattr(os, "fsync", record_flush)
-    monkeypatch.setattr(pathlib.Path, "rename", record_rename)
-    publish_folder(path)
-    flushed = [path / "batch", path / "batch" / "shard", path / "state", path]
-    inodes = [entry.stat().st_ino for entry in flushed]
-
-    assert events == [*inodes, "renamed", tmp_path.stat().st_ino]
 
 
 def test_clean_up_leaves_everything_else_alone(tmp_path):
@@ -263,10 +207,52 @@ def test_links_are_replaced_and_not_followed(tmp_path, link, kind):
     assert not (folder / "page.html").is_symlink()
 
 
-def test_a_folder_is_not_replaced_by_a_file(tmp_path):
-    """The error is the system's, and no temporary file is left."""
-    (tmp_path / "page.html").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        replace_file(tmp_path / "page.html", b"new")
+HELD = """
+import pathlib, sys
+from trainer.base.atomic_files import only_writer
+with only_writer(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+@pytest.mark.thorough
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    """L22: a run's folder has one writer. When that is killed, the folder is free."""
+    command = [sys.executable, "-c", HELD, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[3])}
+    trainer = Linear(model_dir=tmp_path, verbose=False)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as other:
+        try:
+            assert other.stdout.readline() == b"held\n"
+            with pytest.raises(RuntimeError, match="`model_dir`"):
+                trainer.train(slopes(1.0), steps=1, global_batch=1)
+        finally:
+            other.kill()
+
+    assert trainer.train(slopes(1.0), steps=1, global_batch=1).steps_run == 1
+
+
+def test_another_trainer_of_the_process_holds_the_folder(tmp_path):
+    """L22: until `save_checkpoint` ends its calls of train_on_batch."""
+    first, second = (Linear(model_dir=tmp_path, verbose=False) for _ in range(2))
+    first.train_on_batch(slopes(1.0))
+    with pytest.raises(RuntimeError, match="`model_dir`"):
+        second.train(slopes(1.0), steps=2, global_batch=1)
+    first.save_checkpoint()
+    assert second.train(slopes(1.0), steps=2, global_batch=1).steps_run == 1
+
+
+@pytest.mark.parametrize("error", [OSError(95, "not supported"), NotImplementedError("no flock")])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog, error):
+    """Where nothing can be locked, the run says so and goes on."""
+
+    def acquire(_):
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    with only_writer(tmp_path):
+        pass
+    assert str(tmp_path) in caplog.text
