@@ -11,7 +11,7 @@ from strategies.capabilities import (
 )
 from strategies.cluster import find_cluster
 from strategies.collectives import agree, any_worker, from_chief, sum_gradients
-from strategies.division import Share, check_divisible, take, whole
+from strategies.division import Share, check_divisible, own_share, shares, take, whole
 from strategies.registry import check_devices, create, names, register, split_cpu
 
 __all__ = [
@@ -31,7 +31,9 @@ __all__ = [
     "is_asynchronous",
     "is_chief",
     "names",
+    "own_share",
     "register",
+    "shares",
     "split_cpu",
     "sum_gradients",
     "take",

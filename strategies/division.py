@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
+from strategies.capabilities import decides_inside
+
 # One component of a batch, of any dtype. None stays None in every part.
 Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | None"
 # A batch in the structure of the user's data; the first dimension of every tensor counts examples.
@@ -94,6 +96,44 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         weights=tf.where(examples > 0, share.weights[start:stop], 0.0),
         examples=examples,
     )
+
+
+def shares(batch: Batch, weights: tf.Tensor, strategy: tf.distribute.Strategy) -> Share:
+    """Cuts a global batch into shares, of which `strategy.run` hands each replica its own.
+
+    Call it in cross-replica context, and pass the result on in `args` of `strategy.run`; there,
+    `own_share` returns the replica's share. The batch is cut on the host, so each accelerator is
+    sent its own rows alone.
+
+    Args:
+        batch: as for `whole`.
+        weights: as for `whole`.
+        strategy: the strategy that runs the replicas.
+
+    Example:
+        >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> found = shares(tf.range(5), tf.ones([5]), strategy)
+        >>> [rows.numpy().tolist() for rows in strategy.experimental_local_results(found.batch)]
+        [[0, 1, 2], [3, 4]]
+    """
+    share, replicas = whole(batch, weights), strategy.num_replicas_in_sync
+    # A TPU's program must know the number of its examples when it is compiled. Of what it is
+    # handed it does not know that, so it is handed the whole batch and cuts its share itself.
+    if replicas == 1 or decides_inside(strategy):
+        return share
+    with tf.device("/device:CPU:0"):
+        found: Share = strategy.experimental_distribute_values_from_function(
+            lambda context: take(share, context.replica_id_in_sync_group, replicas)
+        )
+    return found
+
+
+def own_share(share: Share) -> Share:
+    """Returns a replica's share of what `shares` returned. Call it in replica context."""
+    context = tf.distribute.get_replica_context()
+    if not decides_inside(context.strategy):
+        return share
+    return take(share, context.replica_id_in_sync_group, context.num_replicas_in_sync)
 
 
 def first_row(examples: tf.Tensor, index: int | tf.Tensor, parts: int) -> tf.Tensor:

@@ -8,7 +8,8 @@ import strategies
 from trainer.step import plan_step
 from trainer.step.attempt import positions_by_value
 from trainer.step.held_back import read_values
-from trainer.step.microbatch import GlobalBatchSize, PassInputs
+from trainer.step.microbatch import PassInputs
+from trainer.step.types import GlobalBatchSize
 
 NO_SCALE = scaling.NoLossScale()
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from hypothesis import example, given
 
 import strategies
+from strategies.division import cut_rows
 
 
 # Fewer examples than parts: the last ones are empty.
@@ -97,3 +98,37 @@ def test_an_index_of_64_bits_is_an_index(make):
 
     assert strategies.take(share, make(1), 3).batch.numpy().tolist() == [3, 4]
     assert traced().numpy().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("examples", [6, 5, 2])
+def test_a_replica_is_handed_its_share(mirrored, replicas, examples):
+    """L8: the rows of all replicas are the batch, in order, of any kind of tensor; an empty share has
+    none. A share's size is known while the step is traced if that of the batch is.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    dense = tf.range(examples)
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(2 * examples), [2] * examples)
+    batch = {"dense": dense, "ragged": ragged, "none": None, "text": tf.strings.as_string(dense)}
+
+    @tf.function
+    def run():
+        def replica(share):
+            share = strategies.own_share(share)
+            assert share.batch["none"] is None
+            assert (
+                examples % replicas or tf.get_static_value(share.examples) == examples // replicas
+            )
+            part = cut_rows((share.batch["dense"], share.batch["ragged"]), 0, share.examples)
+            return (*part, share.batch["text"], share.weights)
+
+        shares = strategies.shares(batch, tf.range(1.0, examples + 1.0), strategy)
+        return strategy.run(replica, args=(shares,))
+
+    dense, ragged, text, weights = map(strategy.experimental_local_results, run())
+    sizes = [len(part) for part in np.array_split(np.arange(examples), replicas)]
+    assert [len(part) for part in dense] == sizes
+    assert tf.concat(dense, 0).numpy().tolist() == list(range(examples))
+    assert tf.concat(ragged, 0).flat_values.numpy().tolist() == list(range(2 * examples))
+    assert [len(part) for part in text] == [max(size, 1) for size in sizes]
+    assert float(sum(map(tf.reduce_sum, weights))) == sum(range(1, examples + 1))

@@ -25,15 +25,13 @@ from trainer.evaluation.prediction import joined, predict_batch
 from trainer.keras_compat import computing_in_float32, differentiable_moments
 from trainer.losses.metrics import numbers_of
 from trainer.step.accumulate import real_examples
-from trainer.step.attempt import my_share
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.losses import distinct, losses_and_aux, weighted_sum
-from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.plan import StepPlan
 from trainer.step.rollback import read_copies, write_copies
 from trainer.step.state import TrainState
-from trainer.step.types import Model
+from trainer.step.types import GlobalBatchSize, Model
 from trainer.step.xla import WITH_PASSES
 
 PRECISIONS = ("float32", "train")
@@ -180,10 +178,12 @@ class Evaluator:
         """
         weights = check_weights(call_user(self._task.example_weights, batch), batch)
         compiles, source = self._compiles(self._precision), next_source(self._source)
-        arguments = (batch, weights, self._task, self._plan, compiles, source)
+        shares = strategies.shares(batch, weights, self._strategy)
+        size = GlobalBatchSize.of(weights)
+        arguments = (shares, size, self._task, self._plan, compiles, source)
         sums = self._strategy.run(replica_evaluate, args=arguments)
         total = self._strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
-        return total, GlobalBatchSize.of(weights).weight
+        return total, size.weight
 
     def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
         """Returns the model's outputs as NumPy arrays, in the order of the data set."""
@@ -285,8 +285,8 @@ class UnequalLengthsError(ValueError):
 
 
 def replica_evaluate(
-    batch: Any,
-    weights: tf.Tensor,
+    share: strategies.Share,
+    size: GlobalBatchSize,
     task: EvaluationTask,
     plan: StepPlan,
     compiles: bool,
@@ -295,8 +295,8 @@ def replica_evaluate(
     """Evaluates one replica's share of a batch. Call it in replica context.
 
     Args:
-        batch: the global batch.
-        weights: shape (global_batch,), float32.
+        share: this replica's, from `strategies.shares`.
+        size: the size of the global batch.
         task: the task; its metrics are updated with all examples except padding.
         plan: the plan of the training step, whose objectives' losses are added up.
         compiles: whether XLA compiles the pass.
@@ -305,8 +305,7 @@ def replica_evaluate(
     Returns:
         This replica's weighted sum of losses: shape (), float32.
     """
-    share = my_share(batch, weights)
-    size = GlobalBatchSize.of(weights)
+    share = strategies.own_share(share)
     keys = keys_of(plan, source)
 
     def run() -> Any:

@@ -13,7 +13,6 @@ from trainer.base.autograph import call_user
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.no_writes import keys_of, next_source, without_writes
 from trainer.step.accumulate import real_rows
-from trainer.step.attempt import my_share
 from trainer.step.losses import assert_shapes
 from trainer.step.plan import StepPlan
 
@@ -37,9 +36,10 @@ def predict_batch(
         compiles: whether XLA compiles the pass.
         batch: the global batch.
     """
-    arguments = (batch, plan, method, compiles, next_source(draws))
-    shares = plan.strategy.run(replica_predict, args=arguments)
-    return tf.nest.map_structure(functools.partial(gathered, plan.strategy), shares)
+    shares = strategies.shares(batch, tf.ones([count_examples(batch)]), plan.strategy)
+    arguments = (shares, plan, method, compiles, next_source(draws))
+    outputs = plan.strategy.run(replica_predict, args=arguments)
+    return tf.nest.map_structure(functools.partial(gathered, plan.strategy), outputs)
 
 
 def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
@@ -107,10 +107,14 @@ def joined(*parts: Any) -> Any:
 
 
 def replica_predict(
-    batch: Any, plan: StepPlan, method: Callable[[Any], Any], compiles: bool, source: tf.Tensor
+    share: strategies.Share,
+    plan: StepPlan,
+    method: Callable[[Any], Any],
+    compiles: bool,
+    source: tf.Tensor,
 ) -> Any:
     """Returns the outputs for one replica's share of a batch. Call it in replica context."""
-    share = my_share(batch, tf.ones([count_examples(batch)]))
+    share = strategies.own_share(share)
     keys = keys_of(plan, source)
 
     def run() -> Any:

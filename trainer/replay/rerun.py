@@ -24,7 +24,7 @@ from trainer.step.randomness import key_source
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
-from trainer.step.types import ScaleState, StepInputs, Variable
+from trainer.step.types import GlobalBatchSize, ScaleState, StepInputs, Variable
 from trainer.step.xla import WITH_PASSES
 
 
@@ -117,16 +117,16 @@ def first_nonfinite_place(
     replica = max(record.bad_replica, 0)
     random = tf.constant([record.random_seed, record.step - 1], tf.int64)
     weights = tf.cast(plan.example_weights(batch), tf.float32)
-    inputs = StepInputs(batch, weights, state, random, None)
     replicas = plan.strategy.num_replicas_in_sync
     share = strategies.take(strategies.whole(batch, weights), replica, replicas)
+    inputs = StepInputs(share, GlobalBatchSize.of(weights), state, random, None)
     for number, group in enumerate(plan.turns):
         source = key_source(random, number, len(plan.turns))
         values = {
             position: copies_of(plan.held_back[int(position)], plan.strategy)[replica].read_value()
             for position in positions_by_value(plan)
         }
-        shared = pass_inputs(inputs._replace(random=source), share, values, replica, plan)
+        shared = pass_inputs(inputs._replace(random=source), values, replica, plan)
         probed = ProbedPass(group, plan, dataset.element_spec, in_float32=record.in_float32)
         for index in range(plan.num_microbatches):
             finite = probed.run(microbatch_inputs(shared, index))

@@ -28,12 +28,19 @@ from trainer.step.attempt import on_first_replica, positions_by_value, replica_s
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.held_back import HoldBack, read_values
 from trainer.step.losses import added_entries, added_loss, losses_and_aux, weighted_mean
-from trainer.step.microbatch import ComputeLoss, GlobalBatchSize, Microbatch, PassInputs
+from trainer.step.microbatch import ComputeLoss, Microbatch, PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
 from trainer.step.randomness import make_keys
 from trainer.step.rollback import read_copies, write_copies
 from trainer.step.trace import written_variables
-from trainer.step.types import Batch, Gradient, ScaleState, StepInputs, Values
+from trainer.step.types import (
+    Batch,
+    GlobalBatchSize,
+    Gradient,
+    ScaleState,
+    StepInputs,
+    Values,
+)
 
 # Gradients of the scaled losses, and what a forward pass would assign, by the variable's name.
 Results: TypeAlias = dict[str, Gradient]
@@ -80,7 +87,8 @@ def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> st
     elif not plan.global_loss:  # such a loss may read rows together
         few = min(EXAMPLES * parts, weights.shape[0])
         batch, weights = cut_rows(batch, 0, few), weights[:few]
-    inputs = StepInputs(batch, weights, scale_state, tf.zeros([2], tf.int64), None)
+    share, size = strategies.whole(batch, weights), GlobalBatchSize.of(weights)
+    inputs = StepInputs(share, size, scale_state, tf.zeros([2], tf.int64), None)
     missing: list[str] = []
     dependent: list[str] = []
     for group, in_shares in zip(plan.groups, divided.groups, strict=True):
@@ -133,8 +141,8 @@ def restoring(function: Callable[..., Results], *arguments: Any) -> Results:
 def inputs_of_pass(inputs: StepInputs, plan: StepPlan) -> PassInputs:
     """Returns the inputs of one forward and backward pass over the whole batch."""
     return PassInputs(
-        share=strategies.whole(inputs.batch, inputs.weights),
-        global_batch=GlobalBatchSize.of(inputs.weights),
+        share=inputs.share,
+        global_batch=inputs.global_batch,
         scale_state=inputs.scale_state,
         values=read_values(plan.held_back, positions_by_value(plan)),
         keys=make_keys(inputs.random, 0, 1, 1, len(plan.seeds))[0],
@@ -150,7 +158,8 @@ def results_of_pass(group: UpdateGroup, inputs: StepInputs, plan: StepPlan) -> R
 def results_of_shares(group: UpdateGroup, inputs: StepInputs, plan: StepPlan) -> Results:
     """Returns the same, as the replicas and microbatches of the run compute it."""
     replica = functools.partial(replica_step, group=group, plan=plan)
-    result = plan.strategy.run(replica, args=(inputs,))
+    shares = strategies.shares(inputs.share.batch, inputs.share.weights, plan.strategy)
+    result = plan.strategy.run(replica, args=(inputs._replace(share=shares),))
     summed, written = on_first_replica((result.evidence.summed, result.written), plan.strategy)
     return by_name(group, summed, written, plan)
 

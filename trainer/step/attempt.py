@@ -35,7 +35,7 @@ from trainer.step.float8_counts import measure_float8
 from trainer.step.held_back import frozen_or_unfrozen, read_values
 from trainer.step.judge import judge, stay_finite
 from trainer.step.measure import global_norm, measure
-from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs, Rows
+from trainer.step.microbatch import Microbatch, PassInputs, Rows
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source, make_keys
 from trainer.step.reduce import sum_over_replicas
@@ -43,7 +43,14 @@ from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Before, read_copies, write_copies
 from trainer.step.state import TrainState
 from trainer.step.trace import ByHandle, forbid_writes, note_attempt, written_variables
-from trainer.step.types import Batch, ScaleState, StepInputs, Values, Variable
+from trainer.step.types import (
+    Batch,
+    GlobalBatchSize,
+    ScaleState,
+    StepInputs,
+    Values,
+    Variable,
+)
 from trainer.step.xla import adds_in_rows, check_microbatches, compiled_step
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
@@ -79,7 +86,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
     Call it in cross-replica context, in a graph.
 
     Args:
-        batch: the global batch; each replica takes its share.
+        batch: the global batch, of which each replica is handed its share.
         plan: the run's constants.
         run: the run's loss scale and step counts, which this function updates.
 
@@ -105,7 +112,8 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
     in_float32 = run.due_in_float32(plan.skips.float32_after)
-    inputs = StepInputs(batch, weights, state, random, in_float32)
+    shares, size = strategies.shares(batch, weights, plan.strategy), GlobalBatchSize.of(weights)
+    inputs = StepInputs(shares, size, state, random, in_float32)
 
     def attempt_at(scale_state: ScaleState) -> Attempt:
         return attempt_once(inputs._replace(scale_state=scale_state), plan)
@@ -129,7 +137,7 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
         consecutive_skips=run.consecutive_skips.read_value(),
         in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
-        weight=GlobalBatchSize.of(weights).weight,
+        weight=size.weight,
         data_wait_secs=tf.constant(0.0),  # set by the loop that reads the data
         **last.outcome._asdict(),
     )
@@ -229,7 +237,7 @@ def attempt_groups(
     source = key_source(inputs.random, first, len(plan.turns))
     result: ReplicaResult = plan.strategy.run(replica, args=(inputs._replace(random=source),))
     if plan.kept:
-        examples = inputs.weights.shape[0] if plan.jit_compile == "step" else None
+        examples = inputs.share.weights.shape[0] if plan.jit_compile == "step" else None
         plan.kept.keep(result.rows, plan.strategy, examples)
     agreed = on_first_replica(
         result._replace(gradients=[], batch=(), rows=Rows((), {})), plan.strategy
@@ -383,38 +391,19 @@ def run_share(
     inputs: StepInputs, values: Values, group: UpdateGroup, plan: StepPlan
 ) -> tuple[Microbatch, strategies.Share]:
     """Returns the results of the forward and backward passes on this replica, and its share."""
-    share = my_share(inputs.batch, inputs.weights)
-    context = tf.distribute.get_replica_context()
-    own = pass_inputs(inputs, share, values, context.replica_id_in_sync_group, plan)
-    return run_model(own, inputs.in_float32, group), share
-
-
-def my_share(batch: Batch, weights: tf.Tensor) -> strategies.Share:
-    """Returns this replica's part of the global batch."""
-    context = tf.distribute.get_replica_context()
-    # Cut on the host, so that the whole batch is not sent to every accelerator. A TPU program
-    # cannot run operations on the host.
-    on_host = not strategies.capabilities(context.strategy).decides_in_replica
-    with tf.device("/device:CPU:0") if on_host else contextlib.nullcontext():
-        return strategies.take(
-            strategies.whole(batch, weights),
-            context.replica_id_in_sync_group,
-            context.num_replicas_in_sync,
-        )
+    inputs = inputs._replace(share=strategies.own_share(inputs.share))
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    own = pass_inputs(inputs, values, replica, plan)
+    return run_model(own, inputs.in_float32, group), inputs.share
 
 
 def pass_inputs(
-    inputs: StepInputs,
-    share: strategies.Share,
-    values: Values,
-    replica: int | tf.Tensor,
-    plan: StepPlan,
+    inputs: StepInputs, values: Values, replica: int | tf.Tensor, plan: StepPlan
 ) -> PassInputs:
     """Returns the inputs of a replica's forward and backward passes; see `accumulate`.
 
     Args:
         inputs: the step's inputs.
-        share: the replica's part of the global batch.
         values: values of variables in `plan.held_back` before the step, on this replica.
         replica: index of the replica.
         plan: the run's constants.
@@ -426,8 +415,7 @@ def pass_inputs(
         plan.num_microbatches,
         len(plan.seeds),
     )
-    size = GlobalBatchSize.of(inputs.weights)
-    return PassInputs(share, size, inputs.scale_state, values, keys)
+    return PassInputs(inputs.share, inputs.global_batch, inputs.scale_state, values, keys)
 
 
 def positions_by_value(plan: StepPlan) -> list[str]:
@@ -617,13 +605,14 @@ def written_in_passes(inputs: StepInputs, plan: StepPlan) -> list[Variable | ByH
     if found.asynchronous or found.decides_in_replica or tf.executing_eagerly():
         return list(plan.declared)
 
-    def passes(inputs: StepInputs) -> None:
+    # The inputs are captured, since an argument of a function is no constant inside of it.
+    def passes() -> None:
         source = key_source(inputs.random, 0, 1)
         for group in plan.groups:
             run = functools.partial(run_passes, group=group, plan=plan)
             plan.strategy.run(run, args=(inputs._replace(random=source),))
 
-    traced = tf.function(passes, autograph=False).get_concrete_function(inputs)
+    traced = tf.function(passes, autograph=False).get_concrete_function()
     variables, others = written_variables(traced, plan.strategy)
     for write in others:
         raise ValueError(

@@ -27,8 +27,8 @@ from scaling.base.argument_checks import shown
 from strategies.division import first_row
 from trainer.base.argument_checks import as_returned_loss, check_choice
 from trainer.keras_compat import added_losses_kept
-from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs
-from trainer.step.types import Model
+from trainer.step.microbatch import Microbatch, PassInputs
+from trainer.step.types import GlobalBatchSize, Model
 
 Tree = TypeVar("Tree")
 

@@ -13,25 +13,12 @@ import keras
 import tensorflow as tf
 
 import strategies
-from strategies.division import count_examples
 from trainer.step.float8 import Float8Tensor
 from trainer.step.objective import Objective
-from trainer.step.types import Aux, Gradient, Model, ScaleState, Values, Variable
+from trainer.step.types import Aux, GlobalBatchSize, Gradient, Model, ScaleState, Values, Variable
 
 # The user's (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
 ComputeLoss: TypeAlias = Callable[..., Any]
-
-
-class GlobalBatchSize(NamedTuple):
-    """The size of the global batch, by which a share's losses are divided."""
-
-    weight: tf.Tensor  # shape=(), float32: sum of the magnitudes of the example weights
-    examples: tf.Tensor  # shape=(), int32: number of examples; a constant if the trace knows it
-
-    @classmethod
-    def of(cls, weights: tf.Tensor) -> "GlobalBatchSize":
-        """Returns the size of the batch with these example weights: shape (global_batch,)."""
-        return cls(tf.reduce_sum(tf.abs(weights)), count_examples(weights))
 
 
 class PassInputs(NamedTuple):

@@ -8,11 +8,12 @@ import tensorflow as tf
 
 from scaling.ops.gradients import Gradient
 from scaling.rules.rule import RuleState
-from strategies.division import Batch
+from strategies.division import Batch, Share, count_examples
 
 __all__ = [
     "Aux",
     "Batch",
+    "GlobalBatchSize",
     "Gradient",
     "MetricsByName",
     "Model",
@@ -42,12 +43,25 @@ Values: TypeAlias = dict[str, tf.Tensor]
 ScaleState: TypeAlias = RuleState
 
 
-class StepInputs(NamedTuple):
-    """The inputs of one attempt at an update; the same on every replica."""
+class GlobalBatchSize(NamedTuple):
+    """The size of the global batch, by which a share's losses are divided."""
 
-    batch: Batch  # the global batch
-    # shape=(global_batch, ...), float32: weight of each example's loss, or of each of its elements
-    weights: tf.Tensor
+    weight: tf.Tensor  # shape=(), float32: sum of the magnitudes of the example weights
+    examples: tf.Tensor  # shape=(), int32: number of examples; a constant if the trace knows it
+
+    @classmethod
+    def of(cls, weights: tf.Tensor) -> "GlobalBatchSize":
+        """Returns the size of the batch with these example weights: shape (global_batch,)."""
+        return cls(tf.reduce_sum(tf.abs(weights)), count_examples(weights))
+
+
+class StepInputs(NamedTuple):
+    """The inputs of one attempt at an update; only `share` differs by replica."""
+
+    share: (
+        Share  # a replica's share; in cross-replica context those of all: see `strategies.shares`
+    )
+    global_batch: GlobalBatchSize
     scale_state: ScaleState  # its `loss_scale` multiplies the loss and divides the gradients
     random: tf.Tensor  # shape=(2,), int64: the run's seed, and the number of steps before this one
     in_float32: tf.Tensor | None  # shape=(), bool: whether to use float32; None for never

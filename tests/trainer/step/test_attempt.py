@@ -31,14 +31,13 @@ from trainer.step.attempt import (
     apply_or_skip,
     combined,
     diagnosed,
-    my_share,
     on_first_replica,
     recompute_in_branch,
     replica_step,
 )
 from trainer.step.diagnose import Evidence, NonfiniteTable
 from trainer.step.report import Outcome, outcome_spec
-from trainer.step.types import StepInputs
+from trainer.step.types import GlobalBatchSize, StepInputs
 
 pytestmark = pytest.mark.sampled
 
@@ -960,21 +959,28 @@ def test_a_replica_that_decides_alone_is_noticed():
     assert len(fake_tpu.divergent_conditions(graph)) == 1
 
 
+def inputs_of(plan, batch, weights, state, in_float32=None):
+    """The inputs of the first step of a run with seed 0."""
+    shares = strategies.shares(batch, weights, plan.strategy)
+    random = tf.constant([0, 0], tf.int64)
+    return StepInputs(shares, GlobalBatchSize.of(weights), state, random, in_float32)
+
+
 def step(plan, batch, weights=None, *, scale=1.0, in_float32=None):
     """Every replica's results of a step, as lists by field."""
     weights = tf.ones([len(batch)]) if weights is None else tf.constant(weights)
     state = scaling.FixedLossScale(scale).initial_state()
-    random = tf.constant([0, 0], tf.int64)
-    inputs = StepInputs(tf.constant(batch), weights, state, random, in_float32)
 
     @tf.function
     def run():
-        def replica():
+        inputs = inputs_of(plan, tf.constant(batch), weights, state, in_float32)
+
+        def replica(inputs):
             found = replica_step(inputs, group=plan.groups[0], plan=plan)
             outcome = found.outcome
             return found.gradients, outcome.loss, outcome.gradient_norm, outcome.grads_finite
 
-        return plan.strategy.run(replica)
+        return plan.strategy.run(replica, args=(inputs,))
 
     return tf.nest.map_structure(plan.strategy.experimental_local_results, run())
 
@@ -1022,8 +1028,7 @@ def test_branches_that_take_the_sums_alone_find_the_same_bits(bound):
         in_scope(strategy, Pair), strategy=strategy, updates=Updates(**bound), jit_compile="step"
     )
     state = scaling.FixedLossScale(2.0**10).initial_state()
-    random = tf.constant([0, 0], tf.int64)
-    inputs = StepInputs(tf.constant([3.0, 0.1]), tf.ones([2]), state, random, None)
+    inputs = inputs_of(plan, tf.constant([3.0, 0.1]), tf.ones([2]), state)
 
     @tf.function
     def run():
@@ -1074,17 +1079,6 @@ def test_a_step_can_be_computed_in_float32(in_float32, exact):
     _, loss, *_ = step(plan, [[value]], in_float32=tf.constant(in_float32))
 
     assert (float(loss[0]) == value) == exact
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_the_shares_are_the_batch(mirrored, on_replicas, replicas):
-    """Every replica gets its contiguous part of the batch and of the weights."""
-    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
-    shares = on_replicas(strategy, lambda: my_share(tf.range(5), tf.range(5.0)))
-
-    assert [int(row) for part in shares.batch for row in part] == [0, 1, 2, 3, 4]
-    assert [float(row) for part in shares.weights for row in part] == [0, 1, 2, 3, 4]
-    assert sum(map(int, shares.examples)) == 5
 
 
 def outcome(**fields):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from plans import Pair, loss_of_pair, plan_of
 
-from trainer.step.attempt import my_share
+import strategies
 from trainer.step.gather import (
     all_gather,
     check_gathers,
@@ -18,7 +18,7 @@ from trainer.step.gather import (
     part_of_mean,
     scalar_loss,
 )
-from trainer.step.microbatch import GlobalBatchSize
+from trainer.step.types import GlobalBatchSize
 
 ROWS = np.float32([[1, 2], [3, -1], [0.5, 4], [-2, 1], [5, 0], [1, 1], [2, -3]])
 
@@ -29,9 +29,8 @@ def on_replicas(strategy, batch, loss_of, **settings):
     Settings are those of `gathering`.
     """
 
-    def replica(batch):
-        share = my_share(batch, tf.ones([tf.shape(batch)[0]]))
-        size = GlobalBatchSize(tf.constant(1.0), tf.shape(batch)[0])
+    def replica(share, examples):
+        size = GlobalBatchSize(tf.constant(1.0), examples)
         with gathering(share, size, tf.Module(), **{"global_loss": True} | settings):
             return loss_of(share, size)
 
@@ -39,7 +38,9 @@ def on_replicas(strategy, batch, loss_of, **settings):
 
     @tf.function(input_signature=[spec], autograph=False)
     def run(batch):
-        return strategy.experimental_local_results(strategy.run(replica, args=(batch,)))
+        examples = tf.shape(batch)[0]
+        shares = strategies.shares(batch, tf.ones([examples]), strategy)
+        return strategy.experimental_local_results(strategy.run(replica, args=(shares, examples)))
 
     return run(tf.constant(batch))
 

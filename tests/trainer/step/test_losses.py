@@ -22,8 +22,8 @@ from trainer.step.losses import (
     weighted_mean,
     weighted_sum,
 )
-from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.objective import ONLY, Objective
+from trainer.step.types import GlobalBatchSize
 
 pytestmark = pytest.mark.sampled
 
