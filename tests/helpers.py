@@ -12,12 +12,17 @@ import sys
 import access
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from access import untuned
 
 import scaling
 import strategies
 from trainer import Trainer
+
+needs_multi_optimizer = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras has MultiOptimizer since 3.15"
+)
 
 
 def linear_model(units=1, inputs=1):

@@ -50,7 +50,6 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_globals
 from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from keras.src.utils.tracking import Tracker
 from tensorflow.python.eager import context as tf_context
@@ -179,10 +178,14 @@ def atomic_update_count(optimizer: keras.optimizers.Optimizer) -> Iterator[None]
         del counter.assign_add
 
 
+# `keras.optimizers.MultiOptimizer`. Keras before 3.15 has none: nothing is an instance of ().
+MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+
+
 def inner_optimizer(
-    optimizer: keras.optimizers.MultiOptimizer, variable: keras.Variable | tf.Variable
+    optimizer: Any, variable: keras.Variable | tf.Variable
 ) -> keras.optimizers.Optimizer:
-    """Returns the inner optimizer that updates a variable, after `build`."""
+    """Returns the inner optimizer of a `MultiOptimizer` that updates a variable, after `build`."""
     return next(
         each for each in optimizer.optimizers if any(variable is own for own in built_for(each))
     )
@@ -766,6 +769,9 @@ def load_xla() -> None:
     """Makes TensorFlow register what XLA can compile."""
     with tf.init_scope():
         tf.function(lambda: tf.constant(0.0) + 1.0, jit_compile=True)()
+
+
+GLOBAL_SEED_GENERATOR = "global_seed_generator"  # of Keras; a constant there since 3.13
 
 
 class FrameworkRandomState(NamedTuple):

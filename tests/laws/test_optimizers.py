@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import needs_multi_optimizer
 from plans import plan_of
 
 from trainer import Checkpoints, Trainer, Updates
@@ -170,6 +171,7 @@ def several(**inner):
     )
 
 
+@needs_multi_optimizer
 @pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("inner", [{}, {"global_clipnorm": 0.1, "use_ema": True}])
@@ -212,6 +214,7 @@ class Trained(Trainer):
 DATA = {"ids": ROWS, "y": TARGETS}
 
 
+@needs_multi_optimizer
 @pytest.mark.slow
 def test_a_multi_optimizer_in_a_run(tmp_path, mirrored):
     """L12: a run with a `MultiOptimizer` is trained, averaged, evaluated, saved and resumed to the bit."""
@@ -234,6 +237,7 @@ def test_a_multi_optimizer_in_a_run(tmp_path, mirrored):
     assert one.evaluate(DATA, global_batch=6) != one.evaluate(DATA, global_batch=6, averaged=False)
 
 
+@needs_multi_optimizer
 def test_a_multi_optimizer_of_a_function_is_refused():
     """Its inner optimizers are not known before it is built, so they cannot be checked."""
     trainer = Trained(lambda: keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD()))

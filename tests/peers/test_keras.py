@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, attempt, copies
+from helpers import Linear, attempt, copies, needs_multi_optimizer
 from peer_models import Stepper
 from plans import NO_SCALE, plan_of
 
@@ -948,6 +948,7 @@ def mapped(default, first, second, **arguments):
     return keras.optimizers.MultiOptimizer(chosen, **arguments)
 
 
+@needs_multi_optimizer
 def test_several_optimizers(strategy):
     """Rates of 0.1 and 1, and 0 for the rest, each counted once, also on replicas and under a loss scale
     (test_stateful_apply).
@@ -965,6 +966,7 @@ def test_several_optimizers(strategy):
     assert [int(each.iterations.numpy()) for each in optimizers] == [1, 1, 1, 1]
 
 
+@needs_multi_optimizer
 def test_several_optimizers_in_a_run():
     """Weights of 1 and a target of 0 at rates of 0.001 and 0.01 (test_multi_optimizer_with_model_fit)."""
     hidden = [
@@ -984,6 +986,7 @@ def test_several_optimizers_in_a_run():
     np.testing.assert_allclose(hidden[1].kernel, [[0.96], [0.96]], rtol=1e-6)
 
 
+@needs_multi_optimizer
 def test_several_optimizers_that_scale_are_refused():
     """A loss-scale factor of the whole, and a choice by a function, are refused by name
     (test_loss_scaling, test_gradient_unscaling, test_custom_callable_function).

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import needs_multi_optimizer
 
 from trainer import keras_compat
 from trainer.keras_compat import (
@@ -55,7 +56,7 @@ def test_each_private_name_has_a_reason():
     items = re.findall(r"^- ((?:`\w+`,?\s*)+):", keras_compat.__doc__, re.MULTILINE)
     listed = set(re.findall(r"\w+", " ".join(items)))
 
-    assert listed - {"autocast_scope"} == used - own
+    assert listed - {"autocast_scope", "GLOBAL_SEED_GENERATOR"} == used - own
 
 
 def test_reduced_gradients_are_not_summed_again(mirrored):
@@ -384,6 +385,7 @@ def test_slots_belong_to_their_variable(make, names):
         assert f"weight_3_{name}" in slot.name
 
 
+@needs_multi_optimizer
 def test_the_inner_optimizer_of_a_variable():
     """Each variable belongs to the optimizer that the map names for it."""
     first, second = keras.Variable(0.0, name="first"), keras.Variable(0.0, name="second")

@@ -15,13 +15,13 @@ from trainer.callbacks.callback import Callback
 from trainer.callbacks.monitored import resolve_mode
 from trainer.step.objective import average_weights
 
-# What cannot work with a trainer, and what to use instead.
+# Classes of Keras that cannot work with a trainer, and what to use instead.
 REFUSED = {
-    keras.callbacks.BackupAndRestore: "pass model_dir= to Trainer",
-    keras.callbacks.OrbaxCheckpoint: "pass model_dir= to Trainer",
-    keras.callbacks.SwapEMAWeights: "the trainer evaluates with the average by itself",
-    keras.callbacks.TerminateOnNaN: 'pass Skips(on_nonfinite_loss="raise") to Trainer',
-    keras.callbacks.CallbackList: "pass the callbacks that are in it",
+    "BackupAndRestore": "pass model_dir= to Trainer",
+    "OrbaxCheckpoint": "pass model_dir= to Trainer",  # since Keras 3.13
+    "SwapEMAWeights": "the trainer evaluates with the average by itself",
+    "TerminateOnNaN": 'pass Skips(on_nonfinite_loss="raise") to Trainer',
+    "CallbackList": "pass the callbacks that are in it",
 }
 # Hooks that Keras calls for every batch of an evaluation, which is one graph call here.
 NEVER_CALLED = ("on_test_batch_begin", "on_test_batch_end")
@@ -293,8 +293,8 @@ def check_keras_callbacks(callbacks: Sequence[Any]) -> None:
         name = type(callback).__name__
         if not isinstance(callback, keras.callbacks.Callback):
             raise TypeError(f"`callbacks` must hold keras.callbacks.Callback; got {name}")
-        for cls, remedy in REFUSED.items():
-            if isinstance(callback, cls):
+        for refused, remedy in REFUSED.items():
+            if isinstance(callback, getattr(keras.callbacks, refused, ())):
                 raise ValueError(f"`callbacks` must not hold {name}: {remedy}")
         of_keras = type(callback).__module__.startswith("keras.")
         for hook in NEVER_CALLED:

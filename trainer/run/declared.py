@@ -26,6 +26,7 @@ from trainer.fingerprint import (
     texts_of_arrays,
     versions,
 )
+from trainer.keras_compat import MultiOptimizer
 from trainer.run.parts import Parts
 from trainer.run.slots import optimizers_of
 from trainer.step.objective import optimizers_in
@@ -82,7 +83,7 @@ def optimizers_at(
     for name, optimizer in optimizers.items():
         place = name.replace("optimizer_", "optimizer.", 1)
         held = optimizers_in(optimizer)[1:]
-        if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        if not isinstance(optimizer, MultiOptimizer):
             found[place] = optimizer
         found |= {f"{place}.inner[{at}]": one for at, one in enumerate(held)}
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from trainer.checkpoint.warm_start import weights_of
-from trainer.keras_compat import build_again, built_for, inner_optimizer
+from trainer.keras_compat import MultiOptimizer, build_again, built_for, inner_optimizer
 from trainer.run.parts import Slot, Slots
 from trainer.step.objective import optimizers_in
 from trainer.step.rollback import read_copies, write_copies
@@ -58,7 +58,7 @@ def updates_of(
     optimizer: keras.optimizers.Optimizer, variable: Variable, trainer: "Trainer"
 ) -> int:
     """Returns how many updates the optimizer of a variable has made. Waits for the device."""
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, MultiOptimizer):
         optimizer = inner_optimizer(optimizer, variable)
     return int(read_copies([optimizer.iterations], trainer.strategy)[0][0].numpy())
 

@@ -25,6 +25,7 @@ import strategies
 from trainer.base.autograph import call_user
 from trainer.base.tracking import tensorflow_variable
 from trainer.keras_compat import (
+    MultiOptimizer,
     atomic_update_count,
     average_overwrites_on_replicas,
     averages_updated,
@@ -140,7 +141,7 @@ def apply_reached(
     The inner optimizers of a `MultiOptimizer` are called here, since its own `apply` refuses to
     update only some of its variables.
     """
-    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if not isinstance(optimizer, MultiOptimizer):
         optimizer.apply(*zip(*reached, strict=True))
         return
     for inner in optimizer.optimizers:

@@ -16,7 +16,7 @@ from trainer.base.argument_checks import (
     as_returned_tensor,
 )
 from trainer.base.tracking import name_of_variable, tensorflow_variable, tracked
-from trainer.keras_compat import all_layers, built_for, owners_of
+from trainer.keras_compat import MultiOptimizer, all_layers, built_for, owners_of
 from trainer.step.losses import nan_unless
 from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.types import Batch, Model
@@ -258,8 +258,8 @@ def check_nothing_is_left_out(optimizer: keras.optimizers.Optimizer) -> None:
             "step calls the optimizer's apply(), so the override would be left out. Override "
             "apply(grads, trainable_variables) instead."
         )
-    several = keras.optimizers.MultiOptimizer
-    if isinstance(optimizer, several) and type(optimizer).apply is not several.apply:
+    several = isinstance(optimizer, MultiOptimizer)
+    if several and type(optimizer).apply is not MultiOptimizer.apply:
         raise ValueError(
             "`optimizer` must not override apply of MultiOptimizer; got "
             f"{type(optimizer).__name__}. The step calls apply() of the optimizers in it, so the "

@@ -9,6 +9,7 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import shown
 from trainer.base.tracking import name_of_variable
+from trainer.keras_compat import MultiOptimizer
 from trainer.step.held_back import with_held
 from trainer.step.types import Model, Variable
 from trainer.step.updates import Updates
@@ -34,7 +35,7 @@ class Objective:
 
 def single_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """Returns the inner optimizers of a `MultiOptimizer`; of another optimizer, itself."""
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, MultiOptimizer):
         return list(optimizer.optimizers)
     return [optimizer]
 

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from helpers import needs_multi_optimizer
 
 from trainer import Trainer
 from trainer.run.slots import facts_of, slots_from, slots_now
@@ -42,7 +43,13 @@ def multi():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [multi, lambda: keras.optimizers.Adafactor(0.125)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(multi, marks=needs_multi_optimizer),
+        lambda: keras.optimizers.Adafactor(0.125),
+    ],
+)
 def test_missed_updates_are_counted(make):
     """Each variable has missed the updates of its optimizer while it was frozen; what `run.json` says
     about it comes back.

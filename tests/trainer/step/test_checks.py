@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, linear_model, slopes
+from helpers import Linear, linear_model, needs_multi_optimizer, slopes
 
 import scaling
 from trainer import Checkpoints, Skips, Trainer, TrainingStuckError, Updates
@@ -52,16 +52,11 @@ class Centered(keras.optimizers.SGD):
         return super().apply_gradients((g - tf.reduce_mean(g), v) for g, v in grads_and_vars)
 
 
-class Silent(keras.optimizers.MultiOptimizer):
-    """Updates nothing, where the step does not look."""
-
-    def apply(self, grads, trainable_variables=None):
-        """Returns at once."""
-
-
 def silent():
-    """A `Silent` optimizer of one."""
-    return Silent(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
+    """A `MultiOptimizer` of one that updates nothing, where the step does not look."""
+    apply = {"apply": lambda self, grads, trainable_variables=None: None}  # noqa: ARG005
+    kind = type("Silent", (keras.optimizers.MultiOptimizer,), apply)
+    return kind(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
 
 
 def built():
@@ -74,11 +69,10 @@ def built():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
+        pytest.param(
             {"optimizer": silent},
-            "`optimizer` must not override apply of MultiOptimizer; got Silent. The step calls "
-            "apply() of the optimizers in it, so the override would be left out. Override apply of "
-            "those.",
+            "`optimizer` must not override apply of MultiOptimizer",
+            marks=needs_multi_optimizer,
         ),
         (
             {"optimizer": built, "updates": Updates(ema_momentum=0.9)},
