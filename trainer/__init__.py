@@ -16,17 +16,16 @@ finally:  # the version is the cause of other errors, too
     at_import.check_versions(at_import.installed())
 
 if typing.TYPE_CHECKING:
-    from trainer.callbacks.action import Action
     from trainer.callbacks.callback import Callback
     from trainer.callbacks.divergence import DivergedError, Divergence
     from trainer.callbacks.monitoring import Monitoring
     from trainer.callbacks.stuck import TrainingStuckError
+    from trainer.callbacks.timed import Action
     from trainer.checkpoint import CheckpointError
     from trainer.checkpoint.settings import Checkpoints
     from trainer.data.errors import DataError
     from trainer.log.summary import Totals, TrainSummary
-    from trainer.log.tracker_services import AimTracker, MLflowTracker, WandbTracker
-    from trainer.log.trackers import TrackedRun, Tracker
+    from trainer.log.trackers import AimTracker, MLflowTracker, TrackedRun, Tracker, WandbTracker
     from trainer.losses.settings import Losses
     from trainer.run.dry_run import DryRun, Overfit, find_batch_size
     from trainer.run.lost_worker import WorkerLostError
@@ -38,8 +37,8 @@ if typing.TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _HOMES = {
-    "Action": "trainer.callbacks.action",
-    "AimTracker": "trainer.log.tracker_services",
+    "Action": "trainer.callbacks.timed",
+    "AimTracker": "trainer.log.trackers",
     "BatchResult": "trainer.run.online_loop",
     "Callback": "trainer.callbacks.callback",
     "CheckpointError": "trainer.checkpoint",
@@ -49,7 +48,7 @@ _HOMES = {
     "Divergence": "trainer.callbacks.divergence",
     "DryRun": "trainer.run.dry_run",
     "Losses": "trainer.losses.settings",
-    "MLflowTracker": "trainer.log.tracker_services",
+    "MLflowTracker": "trainer.log.trackers",
     "Monitoring": "trainer.callbacks.monitoring",
     "Overfit": "trainer.run.dry_run",
     "Skips": "trainer.step.skips",
@@ -61,7 +60,7 @@ _HOMES = {
     "Trainer": "trainer.trainer",
     "TrainingStuckError": "trainer.callbacks.stuck",
     "Updates": "trainer.step.updates",
-    "WandbTracker": "trainer.log.tracker_services",
+    "WandbTracker": "trainer.log.trackers",
     "WorkerLostError": "trainer.run.lost_worker",
     "convert_to_float8": "trainer.step.float8",
     "find_batch_size": "trainer.run.dry_run",

@@ -18,7 +18,7 @@ from trainer.base.argument_checks import as_python, check_choice, local_path
 from trainer.base.atomic_files import only_writer
 from trainer.base.autograph import without_autograph
 from trainer.base.scoped_seed import ScopedSeed, random_numbers_kept
-from trainer.callbacks.callback import HOOKS, Callback, check_callbacks
+from trainer.callbacks.callback import HOOKS, Callback
 from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitoring import Monitoring
 from trainer.checkpoint.best import export_model
@@ -49,9 +49,8 @@ from trainer.evaluation.eval_data import (
 from trainer.evaluation.export import check_export, export, warn_of_merged_adapters
 from trainer.fingerprint import texts_of_arrays
 from trainer.log.console import RunConsole, resolve_style
-from trainer.log.history import History
 from trainer.log.run_log import RunLog
-from trainer.log.summary import ENDLESS, Totals, TrainSummary
+from trainer.log.summary import ENDLESS, History, Totals, TrainSummary
 from trainer.log.trackers import Trackers, make_tracker
 from trainer.losses.default_batch import all_inputs, warn_of_half_probabilities
 from trainer.losses.settings import Losses
@@ -272,7 +271,6 @@ class Trainer(Task):
         self.seed = as_python(seed)
         self._seeded = ScopedSeed(self.seed)
         self.style = resolve_style(verbose, shown=self.is_chief)
-        check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self.updates, self.checkpoints = updates, checkpoints
         self.skips, self.monitoring = skips, monitoring
@@ -293,6 +291,11 @@ class Trainer(Task):
         self._begun = False  # whether a run has begun or was resumed, even without steps to take
         self._introduced = False  # whether the log has the model and the settings
         for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(
+                    "`callbacks` must hold trainer.Callback, and Keras's in KerasCallbacks([...]); "
+                    f"got {type(callback).__name__}"
+                )
             callback.set_trainer(self)
         self.edits = 0  # how often an attribute was set, or `retrace` called, between two calls
         self._started = self._evaluating = False

@@ -18,6 +18,7 @@ Args:
 """
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -47,21 +48,14 @@ def checked(
 
 def count(default: int | None, *, least: int = 1, optional: bool = False) -> Any:
     """Returns a field for an int of at least `least`; for `optional`, see `checked`."""
-
-    def check(name: str, value: Any) -> None:
-        check_integer(name, value, least)
-
+    check = functools.partial(check_integer, least=least)
     return checked(default, check, optional=optional, least=least)
 
 
 def choice(default: Any, choices: Sequence[Any]) -> Any:
     """Returns a field for one of the given values."""
     allowed = tuple(choices)
-
-    def check(name: str, value: Any) -> None:
-        check_choice(name, value, allowed)
-
-    return checked(default, check, choices=allowed)
+    return checked(default, functools.partial(check_choice, choices=allowed), choices=allowed)
 
 
 def switch(default: bool) -> Any:

@@ -92,7 +92,9 @@ class Callback(Listener):
         Raises:
             ValueError: if the callback belongs to another trainer. Its state would be that of the
                 other run.
+            TypeError: if one of its methods looks like a hook and is none.
         """
+        check_hooks(type(self))
         if self._owner is not None:
             raise ValueError(
                 f"`callbacks` must be new for each trainer; got a used {type(self).__name__}"
@@ -192,14 +194,3 @@ def check_hooks(cls: type) -> None:
     for name in dir(cls):
         if name.startswith("on_") and name not in HOOKS and callable(getattr(cls, name)):
             raise TypeError(f"`{name}` of {cls.__name__} must be one of {', '.join(HOOKS)}")
-
-
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raises TypeError unless `callbacks` holds `Callback` alone, with known hooks."""
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TypeError(
-                "`callbacks` must hold trainer.Callback, and Keras's in KerasCallbacks([...]); got "
-                f"{type(callback).__name__}"
-            )
-        check_hooks(type(callback))

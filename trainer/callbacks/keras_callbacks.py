@@ -1,14 +1,11 @@
 """`KerasCallbacks`: runs callbacks of Keras with the calls and the logs that they expect."""
 
 import copy
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from trainer.callbacks.callback import Callback
@@ -78,7 +75,16 @@ class KerasCallbacks(Callback):
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Checks and stores the callbacks."""
-        check_keras_callbacks(callbacks)
+        for callback in callbacks:
+            name = type(callback).__name__
+            for refused, remedy in REFUSED.items():
+                if isinstance(callback, getattr(keras.callbacks, refused, ())):
+                    raise ValueError(f"`callbacks` must not hold {name}: {remedy}")
+            of_keras = type(callback).__module__.startswith("keras.")
+            for hook in NEVER_CALLED:
+                # A LambdaCallback has a user's functions as attributes.
+                if hook in vars(callback) or (overrides(callback, hook) and not of_keras):
+                    raise ValueError(f"`callbacks` must not use {hook}; got {name}")
         self.callbacks = list(callbacks)
         self._hears_of_batches = any(
             overrides(callback, hook) for callback in self.callbacks for hook in BATCH_HOOKS
@@ -105,13 +111,13 @@ class KerasCallbacks(Callback):
 
     def monitored(self) -> Sequence[str]:
         """Returns the names that the callbacks monitor."""
-        found = [getattr(callback, "monitor", None) for callback in self.callbacks]
-        saves_all = [
-            isinstance(callback, keras.callbacks.ModelCheckpoint) and not callback.save_best_only
+        waiting = [
+            callback
             for callback in self.callbacks
+            if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_best_only
         ]
-        pairs = zip(found, saves_all, strict=True)
-        return [name for name, unused in pairs if isinstance(name, str) and not unused]
+        found = [getattr(callback, "monitor", None) for callback in waiting]
+        return [name for name in found if isinstance(name, str)]
 
     def is_due(self, before: int, step: int) -> bool:
         """Returns whether the reports are needed after each inner loop."""
@@ -133,13 +139,19 @@ class KerasCallbacks(Callback):
         trainer = self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         several = isinstance(optimizer, dict)
-        check_keeps_what_is_evaluated(self.callbacks, optimizer)
+        averages = average_weights(optimizer.values() if several else [optimizer])
+        for callback in self.callbacks:
+            if averages and keeps_best(callback):
+                raise ValueError(
+                    f"`callbacks` must not hold {type(callback).__name__} for {callback.monitor}: "
+                    "evaluations use the average of the weights; use Checkpoints(keep_best=)"
+                )
         state = self._loaded or (self.state_dict() if self._begun else None)
         for callback in self.callbacks:
             if chooses_mode(callback):  # Keras looks for the metric in a model that is compiled
                 callback.mode = resolve_mode(callback.monitor, "auto")
-        if state:
-            self._take_back_rows(trainer.totals.attempted)
+            if state and isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True  # it would begin its file anew
         # Not by assignment: Keras and TensorFlow would track the optimizer as a part of the model.
         object.__setattr__(model, "stop_training", False)
         if not several:
@@ -161,21 +173,6 @@ class KerasCallbacks(Callback):
                 "go on, leave that callback out."
             )
             trainer.stop()
-
-    def on_recovery(self, step: int, restored: int) -> None:
-        """Takes back what was written of the epochs that are trained again."""
-        del step
-        for logger in self._take_back_rows(restored):
-            logger.on_train_begin()  # which opens the file anew
-
-    def _take_back_rows(self, step: int) -> list[keras.callbacks.CSVLogger]:
-        """Takes back the rows of epochs that end after `step`; returns the loggers."""
-        kind = keras.callbacks.CSVLogger
-        loggers = [callback for callback in self.callbacks if isinstance(callback, kind)]
-        for logger in loggers:
-            logger.append = True  # it would begin its file anew
-            take_back_rows(logger, self._epoch_at(step)[0])
-        return loggers
 
     def on_loop_begin(self, step: int) -> None:
         """Begins an epoch where one begins, and a batch."""
@@ -287,35 +284,6 @@ class KerasCallbacks(Callback):
         ]
 
 
-def check_keras_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raises TypeError or ValueError unless `callbacks` holds callbacks of Keras that can work."""
-    for callback in callbacks:
-        name = type(callback).__name__
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise TypeError(f"`callbacks` must hold keras.callbacks.Callback; got {name}")
-        for refused, remedy in REFUSED.items():
-            if isinstance(callback, getattr(keras.callbacks, refused, ())):
-                raise ValueError(f"`callbacks` must not hold {name}: {remedy}")
-        of_keras = type(callback).__module__.startswith("keras.")
-        for hook in NEVER_CALLED:
-            # A LambdaCallback has a user's functions as attributes.
-            if hook in vars(callback) or (overrides(callback, hook) and not of_keras):
-                raise ValueError(f"`callbacks` must not use {hook}; got {name}: nothing calls it")
-
-
-def check_keeps_what_is_evaluated(
-    callbacks: list[keras.callbacks.Callback], optimizer: Any
-) -> None:
-    """Raises ValueError if a callback would keep other weights than those that were evaluated."""
-    optimizers = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
-    for callback in callbacks:
-        if keeps_best(callback) and average_weights(optimizers):
-            raise ValueError(
-                f"`callbacks` must not hold {type(callback).__name__} for {callback.monitor}: "
-                "evaluations use the average of the weights; use Checkpoints(keep_best=)"
-            )
-
-
 def keeps_best(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback keeps the weights that had the best result of an evaluation."""
     keeps = (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_best_only) or (
@@ -365,32 +333,3 @@ def same(one: Any, other: Any) -> bool:
         return bool(one == other)
     except ValueError:
         return False
-
-
-def take_back_rows(logger: keras.callbacks.CSVLogger, epochs: int) -> None:
-    """Removes the rows of epochs that will be trained again from a logger's file.
-
-    Only rows at the end of the file are removed. An earlier run's, before them, are kept.
-
-    Args:
-        logger: the logger, whose rows are written by now.
-        epochs: number of epochs that the run has ended at the checkpoint.
-    """
-    if not tf.io.gfile.exists(logger.filename):
-        return
-    with tf.io.gfile.GFile(logger.filename, "r") as file:
-        text = file.read()
-    rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=logger.sep))
-    kept, following = rows[:], float("inf")
-    while kept and epochs <= (number := epoch_of(kept[-1])) < following:
-        following = number
-        kept.pop()
-    if len(kept) < len(rows):
-        lines = text.splitlines(keepends=True)
-        with tf.io.gfile.GFile(logger.filename, "w") as file:
-            file.write("".join(lines[: len(lines) - (len(rows) - len(kept))]))
-
-
-def epoch_of(row: list[str]) -> int:
-    """Returns the epoch in the first column; -1 for the header, and for anything else."""
-    return int(row[0]) if row and row[0].isdecimal() else -1

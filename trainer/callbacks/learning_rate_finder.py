@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from trainer.callbacks.callback import Callback
+from trainer.callbacks.monitored import optimizers_of
 from trainer.callbacks.stuck import TrainingStuckError
-from trainer.callbacks.weights import optimizers_of
 
 SMOOTHING = 0.9  # momentum of the moving average of losses
 TOO_HIGH = 4.0  # a loss that is this many times the best one ends the search
@@ -103,7 +103,7 @@ def find_learning_rate(
     sweep = Sweep(np.geomspace(min_lr, max_lr, steps))
     settings = {"callbacks": [sweep], "steps_per_loop": 1, "log_interval": steps, "verbose": False}
     trainer = make(**settings)
-    if sweep not in trainer.callbacks or trainer.steps_per_loop != 1:
+    if sweep not in trainer.callbacks:
         raise ValueError("`make` must pass its keyword arguments on to the trainer")
     if trainer.model_dir is not None:
         raise ValueError("`make` must make a trainer without model_dir")

@@ -53,8 +53,15 @@ def check_not_stuck(
     halting = np.isin(steps.cause, [int(cause) for cause in settings.halting_causes])
     too_many_yet = steps.consecutive_skips >= settings.max_skips
     ends = np.flatnonzero(halting | too_many_yet)
-    if not ends.size:
-        warn_of_skips(steps, settings)
+    if not ends.size:  # warns if a series of skips begins with a bad loss, or goes on
+        starts_row = steps.consecutive_skips == 1
+        if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
+            logging.warning("step skipped, cause forward: %s", HINTS[scaling.Cause.FORWARD])
+        skips = int(steps.consecutive_skips[-1])
+        if settings.on_stuck == "hold" and skips >= settings.max_consecutive:
+            logging.warning(
+                "%d steps in a row were skipped; the run ends at %d", skips, settings.max_skips
+            )
         return
     # Parameter servers have taken further steps by then.
     steps = StepReport(*(field[: ends[0] + 1] for field in steps))
@@ -71,18 +78,6 @@ def check_not_stuck(
         f"{problem}, cause {describe_skip(last, variable_names)}; loss scales {scale_path(steps)}: "
         f"{HINTS[cause]}{replay}"
     )
-
-
-def warn_of_skips(steps: StepReport, settings: Skips) -> None:
-    """Warns if a series of skips begins with a non-finite loss, or a stuck run keeps waiting."""
-    starts_row = steps.consecutive_skips == 1
-    if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
-        logging.warning("step skipped, cause forward: %s", HINTS[scaling.Cause.FORWARD])
-    skips = int(steps.consecutive_skips[-1])
-    if settings.on_stuck == "hold" and skips >= settings.max_consecutive:
-        logging.warning(
-            "%d steps in a row were skipped; the run ends at %d", skips, settings.max_skips
-        )
 
 
 def scale_path(steps: StepReport, longest: int = 8) -> str:

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from trainer.log.digits import format_number
-from trainer.log.summary import ENDLESS, Interval, Totals, power_of_two
+from trainer.log.summary import ENDLESS, Interval, Totals, format_number, power_of_two
 
 STYLES = ("quiet", "normal", "detailed")
 CENTURY = 100 * 365 * 86_400  # seconds; of longer waits nothing is shown

@@ -88,7 +88,9 @@ def build_table(rows: Sequence[VariableRow], *, detailed: bool) -> Table:
             sizes = (f"{row.parameters:,}", format_bytes(row.bytes))
             table.add_row(row.name, shape, row.dtype, row.compute_dtype, *sizes, *frozen_cell(row))
         return table
-    layers = by_layer(rows)
+    layers: dict[str, list[VariableRow]] = {}
+    for row in rows:
+        layers.setdefault(row.layer or row.name, []).append(row)
     for name, of_layer in list(layers.items())[:MAX_LAYERS]:
         dtypes = ", ".join(sorted({row.dtype for row in of_layer}))
         first = of_layer[0]
@@ -104,14 +106,6 @@ def build_table(rows: Sequence[VariableRow], *, detailed: bool) -> Table:
 def frozen_cell(row: VariableRow) -> tuple[str, ...]:
     """Returns the cell that marks a frozen layer, if it is one."""
     return ("frozen",) if row.frozen else ()
-
-
-def by_layer(rows: Sequence[VariableRow]) -> dict[str, list[VariableRow]]:
-    """Returns the rows of each layer."""
-    layers: dict[str, list[VariableRow]] = {}
-    for row in rows:
-        layers.setdefault(row.layer or row.name, []).append(row)
-    return layers
 
 
 def frozen_parameters(rows: Sequence[VariableRow]) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime as dt
+import json
 import math
 import pathlib
 import time
@@ -15,9 +16,7 @@ import tensorflow as tf
 import scaling
 from scaling.telemetry.record import record_line
 from trainer.log.console import RunConsole
-from trainer.log.digits import format_number
 from trainer.log.float8_lines import float8_line
-from trainer.log.history import History, read_history
 from trainer.log.model_table import (
     VariableRow,
     build_table,
@@ -25,9 +24,17 @@ from trainer.log.model_table import (
     frozen_parameters,
     total_size,
 )
-from trainer.log.summary import Interval, Totals, TrainSummary, format_bytes, summarize
+from trainer.log.summary import (
+    History,
+    Interval,
+    Totals,
+    TrainSummary,
+    format_bytes,
+    format_number,
+    summarize,
+)
 from trainer.log.trackers import Trackers
-from trainer.log.writers import RunWriters, stays
+from trainer.log.writers import RunWriters, read_lines
 from trainer.step.float8 import Float8Tensor
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
@@ -99,10 +106,6 @@ class RunLog:
     def say(self, line: str) -> None:
         """Prints a line, unless the run is quiet or its output pipe is closed."""
         self.console.say(line)
-
-    def progress_bar(self, step: int, target: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that shows a progress bar on a terminal; see `RunConsole`."""
-        return self.console.progress_bar(step, target)
 
     def log_start(
         self, name: str, step: int, settings: Mapping[str, Any], rows: Sequence[VariableRow]
@@ -319,9 +322,8 @@ class RunLog:
         """
         begun = self._take_up(step, unfinished)
         lines = self.writers.rewind(step, begun)
-        lines = lines or [
-            line for line in read_history(model_dir, step) if stays(line, step, begun)
-        ]
+        if not lines and model_dir:
+            lines = [*map(json.loads, read_lines(model_dir / "metrics.jsonl", step, begun)[1])]
         self.history.read(lines)
         scales = [line for line in lines if line["split"] == "scale"]
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan

@@ -1,4 +1,4 @@
-"""Summaries of an interval of steps, and of a whole run, as numbers and as text."""
+"""The numbers of an interval of steps, of a call of `train` and of a whole run, and their texts."""
 
 import dataclasses
 import functools
@@ -6,16 +6,18 @@ import math
 import sys
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import scaling
-from trainer.log.history import BestResult, History, Snapshot
 from trainer.step.report import StepReport
 from trainer.step.state import TrainState
 
 ENDLESS = sys.maxsize  # the target of a run whose length nobody knows
+PREFIXES = {"train": "", "validation": "val_"}  # of the names in a history, as in Keras
+
+Rows: TypeAlias = dict[int, Mapping[str, float]]  # numbers of log lines or evaluations, by step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +159,153 @@ def check_metric_names(names: Iterable[str]) -> None:
             )
 
 
-def power_of_two(scale: float) -> str:
-    """Returns a loss scale as text; exactly, also if a rule of the user's own leaves the powers.
+@dataclasses.dataclass(frozen=True)
+class BestResult:
+    """The best evaluation of a run, by `best_metric`."""
 
-    Example:
-        >>> power_of_two(1024.0), power_of_two(265.42)
-        ('2^10', '265.42')
+    metric: str  # the name of the result that was compared
+    value: float
+    step: int  # the step that was evaluated; the first one of several with this value
+    results: Mapping[str, float]  # all results of this evaluation, keyed by name
+
+    def __str__(self) -> str:
+        """Returns, for instance, "loss 0.5000 at step 4"."""
+        return f"{self.metric} {format_number(self.value)} at step {self.step}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A history as it was at some time."""
+
+    rows: Mapping[str, Rows]  # by split
+    other_data_until: int = -1  # the last step that was evaluated on other data than now
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns an array for each name, and the steps that they belong to.
+
+        Returns:
+            "step", shape (log lines,), int64, and arrays of the same shape, float64, by the names
+            in the log. Then "val_step", shape (evaluations,), int64, and the evaluations' results,
+            with "val_" before their names. A number that is missing in a line is NaN. Without log
+            lines or evaluations, their names are absent.
+
+        Example:
+            >>> history = History()
+            >>> history.add("train", 10, {"loss": 0.5})
+            >>> history.add("validation", 10, {"loss": 0.75})
+            >>> history.snapshot().arrays()
+            {'step': array([10]), 'loss': array([0.5]), 'val_step': ..., 'val_loss': array([0.75])}
+        """
+        arrays = {}
+        for split, prefix in PREFIXES.items():
+            rows = self.rows[split]
+            if rows:
+                arrays[f"{prefix}step"] = np.array(list(rows), np.int64)
+            for name in dict.fromkeys(name for values in rows.values() for name in values):
+                column = [values.get(name, math.nan) for values in rows.values()]
+                arrays[prefix + name] = np.array(column, np.float64)
+        return arrays
+
+    def best(self, metric: str, sign: float) -> BestResult | None:
+        """Returns the best evaluation, or None if there is none with a result that is not NaN.
+
+        Evaluations on other data, in earlier calls of `train`, do not count.
+
+        Args:
+            metric: the name of the result to compare.
+            sign: 1 if the lowest is best, and -1 if the highest is.
+        """
+        rows = self.rows["validation"]
+        steps = [step for step in rows if step > self.other_data_until]
+        ranked = [(sign * rows[step].get(metric, math.nan), step) for step in steps]
+        known = [(rank, step) for rank, step in ranked if not math.isnan(rank)]
+        if not known:
+            return None
+        rank, step = min(known)
+        return BestResult(metric, sign * rank, step, dict(rows[step]))
+
+    def to_pandas(self) -> Any:
+        """Returns a `pandas.DataFrame` with a row for each step that has numbers; see `arrays`."""
+        import pandas as pd  # of the extra `pandas`
+
+        frames = []
+        for split, prefix in PREFIXES.items():
+            rows = self.rows[split]
+            frame = pd.DataFrame(list(rows.values()), index=list(rows), dtype="float64")
+            frames.append(frame.add_prefix(prefix))
+        return pd.concat(frames, axis="columns").sort_index().rename_axis("step")
+
+
+class History:
+    """Collects the logged and evaluated numbers of a run, in memory.
+
+    It covers the whole run, so it is the same whether the run was interrupted or not: a process
+    that resumes a run reads the numbers of the steps before from `metrics.jsonl`, and a run that is
+    rolled back forgets the numbers of the steps that it takes again.
     """
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 else repr(float(scale))
+
+    def __init__(self) -> None:
+        """Begins with no numbers."""
+        self._rows: dict[str, Rows] = {split: {} for split in PREFIXES}
+        self._evaluated: tuple[str, int] | None = None  # the data, and until which step
+        self._other_data_until = -1
+
+    def add(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds a log line ("train") or an evaluation ("validation"), as plain numbers.
+
+        A step that was repeated counts once. inf is NaN, as in `metrics.jsonl`, from which a
+        resumed run reads its history.
+        """
+        finite = {
+            name: value if math.isfinite(value) else math.nan for name, value in values.items()
+        }
+        self._rows[split][step] = finite
+
+    def evaluate_on(self, data: str, step: int, target: int) -> None:
+        """Notes on what data `train` evaluates from a step on.
+
+        Args:
+            data: what tells it from other data.
+            step: the step that the run has reached. A program that is started again may have taken
+                some of the steps on this data before.
+            target: the step that this call of `train` is to reach.
+        """
+        if self._evaluated and self._evaluated[0] != data:
+            self._other_data_until = min(self._evaluated[1], step)
+        self._evaluated = data, target
+
+    def rewind(self, step: int, begun: int | None = None) -> None:
+        """Forgets the numbers of later steps. Snapshots keep them.
+
+        Args:
+            step: the last step whose numbers stay.
+            begun: the first step of the interval in which `step` is, if the run goes on with that
+                interval. A line about a part of it is forgotten, too.
+        """
+        ends = {"train": step if begun is None else begun - 1, "validation": step}
+        self._rows = {
+            split: {at: values for at, values in rows.items() if at <= ends[split]}
+            for split, rows in self._rows.items()
+        }
+
+    def read(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Replaces the history by that of the lines of a `metrics.jsonl`, in which null is NaN."""
+        self._rows = {split: {} for split in PREFIXES}
+        for line in lines:
+            if line["split"] == "recovery":
+                self.rewind(line["restored"], line.get("interval_begun"))
+            elif line["split"] in PREFIXES:
+                values = {
+                    name: math.nan if value is None else value
+                    for name, value in line.items()
+                    if name not in {"step", "split"}
+                }
+                self.add(line["split"], line["step"], values)
+
+    def snapshot(self) -> Snapshot:
+        """Returns the history as it is now."""
+        rows = {split: dict(rows) for split, rows in self._rows.items()}
+        return Snapshot(rows, self._other_data_until)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +359,29 @@ class TrainSummary:
             f"{self.totals.applied} applied, {self.totals}, "
             f"loss_scale {power_of_two(self.loss_scale)}{schedule}{best}{where}"
         )
+
+
+def format_number(value: float) -> str:
+    """Returns a loss or a metric with the digits that it needs.
+
+    Example:
+        >>> [format_number(value) for value in (0.25, 0.0, 0.00123456, -8.3e-05, 123456.789, 1e30)]
+        ['0.2500', '0.0000', '0.00123', '-8.3e-05', '123457', '1e+30']
+    """
+    if value == 0 or 0.01 <= abs(value) < 100:
+        return f"{value:.4f}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:.6g}"
+
+
+def power_of_two(scale: float) -> str:
+    """Returns a loss scale as text; exactly, also if a rule of the user's own leaves the powers.
+
+    Example:
+        >>> power_of_two(1024.0), power_of_two(265.42)
+        ('2^10', '265.42')
+    """
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else repr(float(scale))
 
 
 def format_bytes(number: int) -> str:

@@ -18,10 +18,9 @@ from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
 from trainer.fingerprint import text_of_rule
-from trainer.log.digits import format_number
 from trainer.log.model_table import frozen_parameters, total_size, variable_rows
 from trainer.log.run_log import format_results
-from trainer.log.summary import format_bytes, power_of_two
+from trainer.log.summary import format_bytes, format_number, power_of_two
 from trainer.run.build import attributes_of, make_checkpoints
 from trainer.run.gradient_check import check_gradients
 from trainer.run.memory import Memory, memory_of

@@ -19,7 +19,7 @@ import strategies
 from trainer.callbacks.callback import Listener
 from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitored import check_monitored
-from trainer.callbacks.profiling import Profile
+from trainer.callbacks.monitoring import Profile
 from trainer.checkpoint import CheckpointError
 from trainer.checkpoint.best import BETTER
 from trainer.data.errors import explain
@@ -266,7 +266,7 @@ class OuterLoop:
         known = self._known_progress if on_servers else self._progress
         with (
             self._tracked(),
-            self._log.progress_bar(self._start, target),
+            self._log.console.progress_bar(self._start, target),
             silent_members_end_the_run(strategy, self._known_progress),
             worker_loss_explained(strategy, known),
             contextlib.ExitStack() as ending,

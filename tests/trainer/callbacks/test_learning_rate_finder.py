@@ -34,12 +34,16 @@ def test_the_suggestion_is_below_the_rate_that_diverges(precision):
     assert len(found.losses) == len(found.rates)
 
 
-def test_what_cannot_be_searched_is_an_error():
-    """The arguments are checked before anything is trained."""
-    with pytest.raises(ValueError, match="`steps` must be more"):
+def test_what_cannot_be_searched_is_an_error(tmp_path):
+    """Too few steps, settings that do not reach the trainer, and the folder of a run, which would go
+    on from the weights and the last learning rate of the search.
+    """
+    with pytest.raises(ValueError, match="`steps`"):
         find_learning_rate(make, (X, X), global_batch=4, steps=3)
-    with pytest.raises(ValueError, match="`make` must pass"):
+    with pytest.raises(ValueError, match="`make`"):
         find_learning_rate(lambda **_: make(), (X, X), global_batch=4)
+    with pytest.raises(ValueError, match="`make`"):
+        find_learning_rate(functools.partial(make, model_dir=tmp_path), (X, X), global_batch=4)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.slow)])
@@ -60,9 +64,3 @@ def test_noise_in_the_first_losses_does_not_decide(seed):
         )
 
     assert 0.01 < find_learning_rate(one, (x, y), global_batch=16, max_lr=10.0).suggestion < 1.0
-
-
-def test_the_run_does_not_go_on_from_the_search(tmp_path):
-    """Its weights and its last learning rate would be in the folder of the run."""
-    with pytest.raises(ValueError, match="`make` must make a trainer without model_dir"):
-        find_learning_rate(functools.partial(make, model_dir=tmp_path), (X, X), global_batch=4)

@@ -1,12 +1,17 @@
-"""Callbacks that follow one number: its name, which value is best, and whether the run has it."""
+"""Callbacks that follow one number: its name, which value is best, and what they do with it."""
 
 import math
+import types
 
+import keras
+import numpy as np
 import pytest
-from helpers import Linear, slopes
+from helpers import Linear, copies, slopes
 
-from trainer.callbacks import EarlyStopping
-from trainer.callbacks.monitored import Monitored
+from trainer import Callback, Trainer, Updates
+from trainer.callbacks import BestWeights, EarlyStopping, ReduceLROnPlateau
+from trainer.callbacks.monitored import Monitored, optimizers_of
+from trainer.keras_compat import averages_of
 
 
 def test_the_best_value():
@@ -47,3 +52,210 @@ def test_the_best_of_another_number_is_not_taken_over():
 
     assert (same.best, same.best_step, same.wait) == (0.5, 3, 1)
     assert (other.best, other.best_step, other.wait) == (None, None, 0)
+
+
+# BestWeights.
+
+
+def test_best_weights_are_kept_in_memory():
+    """The weights of the best value can be put back after the run."""
+    best = BestWeights("loss", mode="max")
+    line = Linear(callbacks=[best], log_interval=1, verbose=False)
+    with pytest.raises(RuntimeError, match="'loss' had no value"):
+        best.restore()
+    line.train(slopes(1.0), 3, global_batch=1)  # losses 1, 0, -1, each before its update
+    assert (best.best, best.best_step, line.weight) == (1.0, 1, -2.0)
+    best.restore()
+    assert line.weight == 0.0
+
+
+@pytest.mark.thorough  # takes seconds
+def test_layers_unfrozen_after_the_best_value():
+    """The best average of a weight that was frozen then, and so had none, is the weight itself."""
+    keras.utils.set_random_seed(0)
+    frozen = keras.layers.Dense(1, trainable=False)
+    best = BestWeights("loss", mode="max")
+    model = keras.Sequential([keras.Input([1]), frozen, keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    line = Trainer(
+        model=model,
+        optimizer=optimizer,
+        loss_fn="mse",
+        callbacks=[best],
+        log_interval=1,
+        verbose=False,
+    )
+    x = np.ones([8, 1], np.float32)
+    line.train((x, x), 2, global_batch=8)
+    kept = frozen.kernel.numpy().copy()
+    best.best = math.inf  # nothing later is better
+    frozen.trainable = True
+    line.train((x, x), 5, global_batch=8)
+    assert not np.array_equal(frozen.kernel, kept)
+
+    best.restore()
+
+    assert np.array_equal(frozen.kernel, kept)
+    averages = {id(weight): average for weight, average in averages_of(line.optimizer)}
+    assert np.array_equal(averages[id(frozen.kernel)], kept)
+
+
+def test_every_optimizer_counts_once():
+    """Those of a dict, and those inside a MultiOptimizer."""
+    one, two = keras.optimizers.SGD(), keras.optimizers.Adam()
+    assert optimizers_of(types.SimpleNamespace(optimizer=one)) == [one]
+    assert optimizers_of(types.SimpleNamespace(optimizer={"a": one, "b": two})) == [one, two]
+
+
+# EarlyStopping.
+
+# The loss is weight * slope. With slope 1 and a rate of 1 the weight falls by 1 in each step, so
+# the loss of evaluation with slope -1 is lowest before the first step that is evaluated.
+DATA, WORSE = slopes(1.0), slopes(-1.0)
+
+
+def run(*targets, folder=None, patience=2, eval_data=WORSE, **arguments):
+    """A trainer that has trained to the targets, each in a trainer of its own if it has a folder."""
+    line = None
+    for target in targets:
+        if line is None or folder:
+            stopping = EarlyStopping(patience=patience, restore_best_weights=True)
+            line = Linear(
+                callbacks=[stopping], model_dir=folder, steps_per_loop=1, verbose=False, **arguments
+            )
+        line.train(DATA, steps=target, global_batch=1, eval_data=eval_data, eval_interval=1)
+    return line, stopping
+
+
+def test_it_ends_a_run_and_restores_the_best_weights():
+    """After `patience` evaluations without improvement the run ends with the weights of the best,
+    and nothing was evaluated twice.
+    """
+    evaluations = []
+
+    class Count(Callback):
+        def on_evaluate_end(self, step, results):
+            evaluations.append((step, results["loss"]))
+
+    stopping, count = EarlyStopping(patience=2, restore_best_weights=True), Count()
+    line = Linear(callbacks=[stopping, count], verbose=False)
+    line.train(DATA, steps=9, global_batch=1, eval_data=WORSE, eval_interval=1)
+
+    assert evaluations == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    assert (stopping.best, stopping.best_step, stopping.stopped_step) == (0.0, 1, 3)
+    assert line.weight == 0.0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path):
+    """Its checkpoint has the counts and the best weights. A run that was stopped stops at once,
+    and goes on from the last weights with more patience.
+    """
+    whole, there = run(9)
+    resumed, here = run(2, 9, folder=tmp_path)
+
+    assert here.state_dict() == there.state_dict()
+    assert resumed.weight == whole.weight == 0.0
+    assert resumed.totals.attempted == 3
+
+    again, stopping = run(9, folder=tmp_path)
+    assert again.totals.attempted == 3
+    assert (again.weight, stopping.stopped_step) == (0.0, 3)
+
+    longer, stopping = run(9, folder=tmp_path, patience=3)
+    assert (longer.totals.attempted, stopping.stopped_step) == (4, 4)
+    assert stopping._last_weights[0].item() == -3.0  # one more step from the last weight, -2
+
+
+def test_a_later_call_goes_on_from_the_last_weights():
+    """Calls add up to one run, although the best weights were restored in between. Weights that
+    were changed in between stay.
+    """
+    line, stopping = run(2, patience=5)
+    assert line.weight == 0.0  # the best, after step 1; the last is -1
+    line.train(DATA, steps=3, global_batch=1, eval_data=WORSE, eval_interval=1)
+    assert stopping._last_weights[0].item() == -2.0
+
+    line.model.set_weights([np.array([[7.0]])])
+    line.train(DATA, steps=4, global_batch=1, eval_data=WORSE, eval_interval=1)
+    assert stopping._last_weights[0].item() == 6.0
+
+
+@pytest.mark.thorough  # takes seconds
+def test_the_best_average_is_restored_too():
+    """With `ema_momentum`, evaluations use the average: what is evaluated afterwards is the best."""
+    line, stopping = run(9, updates=Updates(ema_momentum=0.5), patience=1)
+
+    assert line.evaluate(WORSE, global_batch=1)["loss"] == stopping.best
+    assert line.evaluate(WORSE, global_batch=1, averaged=False)["loss"] == -line.weight
+
+
+def test_log_lines_can_be_monitored():
+    """A name without "val_" is that of a number in log lines; NaN counts as no improvement."""
+    stopping = EarlyStopping("loss", patience=2)
+    line = Linear(callbacks=[stopping], log_interval=1, verbose=False)
+    line.train(slopes(np.nan), steps=9, global_batch=1)
+
+    assert (line.totals.attempted, stopping.best) == (2, None)
+
+
+@pytest.mark.thorough  # takes seconds
+def test_replicas_stop_alike(mirrored):
+    """On three replicas the run ends at the same step, with the same weights on each."""
+    stopping = EarlyStopping(patience=1, restore_best_weights=True)
+    line = Linear(callbacks=[stopping], strategy=mirrored(3), verbose=False)
+    line.train(slopes(1.0, 1.0, 1.0), 9, global_batch=3, eval_data=WORSE, eval_interval=1)
+
+    assert line.totals.attempted == 2
+    assert [copy.item() for copy in copies(line.model.trainable_variables[0])] == [0.0] * 3
+
+
+@pytest.mark.thorough  # takes seconds
+def test_two_that_restore_put_back_the_last_weights():
+    """The second one restores over what the first one restored; a later call goes on from the end."""
+    best = [
+        EarlyStopping(name, patience=9, restore_best_weights=True) for name in ("loss", "val_loss")
+    ]
+    line = Linear(callbacks=best, log_interval=1, verbose=False)
+    data = {"global_batch": 1, "eval_data": WORSE, "eval_interval": 1}
+    line.train(DATA, 3, **data)
+    assert line.weight == 0.0  # of the best evaluation, after step 1
+    line.train(DATA, 4, **data)
+
+    assert best[0].best_weights[0].item() == best[0]._last_weights[0].item() == -3.0
+
+
+# ReduceLROnPlateau.
+
+FLAT = slopes(0.0)  # the loss is 0 in every step, and the weight does not move
+
+
+@pytest.mark.thorough  # takes seconds
+def test_the_rate_falls_as_with_keras(tmp_path):
+    """After `patience` values without improvement, again after the cooldown, and not below the
+    minimum; a resumed run has the same rates.
+    """
+
+    def run(*targets, folder=None):
+        for target in targets:
+            plateau = ReduceLROnPlateau(factor=0.5, patience=2, cooldown=1, min_lr=0.2)
+            line = Linear(callbacks=[plateau], model_dir=folder, log_interval=1, verbose=False)
+            summary = line.train(FLAT, target, global_batch=1, eval_data=FLAT, eval_interval=1)
+        return summary.history["learning_rate"].tolist(), plateau.state_dict()
+
+    whole = run(12)
+
+    # The best is the first of the values. Each value that is counted comes after a step.
+    expected = [1.0] * 3 + [0.5] * 2 + [0.25] * 2 + [0.2] * 5
+    assert whole[0] == pytest.approx(expected)
+    assert run(4, 12, folder=tmp_path) == whole
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_without_patience_each_value_that_is_no_better_counts(patience):
+    """As in Keras, where 0 and 1 are the same."""
+    plateau = ReduceLROnPlateau(factor=0.5, patience=patience)
+    line = Linear(callbacks=[plateau], log_interval=1, verbose=False)
+    summary = line.train(FLAT, 4, global_batch=1, eval_data=FLAT, eval_interval=1)
+
+    assert summary.history["learning_rate"].tolist() == [1.0, 1.0, 0.5, 0.25]

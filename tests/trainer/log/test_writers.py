@@ -122,13 +122,18 @@ def test_rewinding_removes_incomplete_lines(tmp_path):
 
 
 def test_an_earlier_log_is_set_aside(tmp_path):
-    """A run that begins anew in a folder keeps the log of the one before under other names."""
+    """A run that begins anew in a folder keeps the log of the one before under other names, and its
+    best models, which would compete with those of the new run.
+    """
     write_steps(tmp_path, [1, 2])
+    (tmp_path / "best" / "step-9").mkdir(parents=True)
     before = {name: (tmp_path / name).read_text() for name in ("metrics.jsonl", "train.csv")}
     writers = RunWriters(tmp_path)
 
-    assert writers.set_aside() == ["previous-metrics.jsonl", "previous-train.csv"]
+    names = ["previous-metrics.jsonl", "previous-train.csv", "previous-best"]
+    assert writers.set_aside() == names
     assert writers.set_aside() == []
+    assert (tmp_path / "previous-best" / "step-9").is_dir()
     for name, text in before.items():
         assert (tmp_path / f"previous-{name}").read_text() == text
         assert not (tmp_path / name).exists()
@@ -140,15 +145,7 @@ def test_an_earlier_log_is_set_aside(tmp_path):
     assert (tmp_path / "previous-2-train.csv").read_text() == later
 
 
-def test_earlier_best_models_are_set_aside(tmp_path):
-    """They would compete with those of the run that begins anew."""
-    (tmp_path / "best" / "step-9").mkdir(parents=True)
-
-    assert RunWriters(tmp_path).set_aside() == ["previous-best"]
-    assert (tmp_path / "previous-best" / "step-9").is_dir()
-
-
-@pytest.mark.parametrize("odd", ["[1, 2]", "{}", "", '{"step": "x", "split": "train"}', "\xbe\0"])
+@pytest.mark.parametrize("odd", ["[1, 2]", "", '{"step": "x", "split": "train"}', "\xbe\0"])
 def test_damaged_lines_are_kept_aside_and_told(tmp_path, caplog, odd):
     """They end no run; they are moved beside the log, and the rest stays."""
     writers = write_steps(tmp_path, [1, 2, 3])
@@ -165,21 +162,17 @@ def test_damaged_lines_are_kept_aside_and_told(tmp_path, caplog, odd):
 
 
 def test_rewinding_keeps_recoveries(tmp_path):
-    """The line about a rollback stays, although its step is later than the one gone back to."""
-    writers = RunWriters(tmp_path)
-    writers.write_line({"step": 9, "split": "recovery", "restored": 4})
-    writers.write_line({"step": 9, "split": "skip"})
-
-    assert [line["split"] for line in writers.rewind(4)] == ["recovery"]
-
-
-def test_a_rewind_that_changes_nothing_writes_nothing(tmp_path):
-    """A file without later lines is not replaced."""
+    """The line about a rollback stays, although its step is later than the one gone back to. A
+    rewind that changes nothing writes nothing.
+    """
     writers = write_steps(tmp_path, [1, 2])
+    writers.write_line({"step": 9, "split": "recovery", "restored": 4})
     before = (tmp_path / "metrics.jsonl").stat().st_ino
-    writers.rewind(2)
-
+    assert [line["split"] for line in writers.rewind(4)] == ["train", "train", "recovery"]
     assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+
+    writers.write_line({"step": 9, "split": "skip"})
+    assert len(writers.rewind(4)) == 3
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
-"""Functions to call at regular intervals during a run, in steps or in seconds."""
+"""Callbacks about time: a function at regular intervals, and the end of a run."""
 
+import datetime as dt
 import time
 from collections.abc import Callable
 from typing import Any
 
-from scaling.base.argument_checks import check_integer
 from trainer.callbacks.callback import Callback
 from trainer.loop.inner import next_multiple
 
@@ -23,7 +23,7 @@ class Action(Callback):
         every_secs: the period in seconds, or None. Give either `every_steps` or `every_secs`.
 
     Raises:
-        ValueError: unless exactly one period is given, and it is positive.
+        ValueError: unless exactly one period is given.
 
     Example:
         >>> action = Action(lambda trainer: print(trainer.totals), every_steps=100)
@@ -37,16 +37,12 @@ class Action(Callback):
         every_steps: int | None = None,
         every_secs: float | None = None,
     ) -> None:
-        """Checks the periods and starts the clock."""
+        """Stores the arguments and starts the clock."""
         if (every_steps is None) == (every_secs is None):
             raise ValueError(
                 f"`every_steps` or `every_secs` must be given, not both; got {every_steps!r}, "
                 f"{every_secs!r}"
             )
-        if every_steps is not None:
-            check_integer("every_steps", every_steps, 1)
-        if every_secs is not None and not every_secs > 0:
-            raise ValueError(f"`every_secs` must be positive; got {every_secs}")
         self.call = call
         self.every_steps = every_steps
         self.every_secs = every_secs
@@ -84,3 +80,61 @@ class Action(Callback):
         self._last_call = time.monotonic() - state["elapsed_secs"]
         if state["call"] is not None and hasattr(self.call, "load_state_dict"):
             self.call.load_state_dict(state["call"])
+
+
+class Timer(Callback):
+    """Ends a run after a given time, which is counted over all calls of `train` and resumes.
+
+    The time is looked at between inner loops. The run is then saved, and can be resumed with a
+    longer duration. Time between calls of `train` does not count; neither does building and
+    tracing before the first step, except for the tracing of the steps themselves.
+
+    Args:
+        duration: seconds, or a `datetime.timedelta`.
+
+    Attributes:
+        elapsed: the seconds so far.
+
+    Example:
+        >>> import datetime as dt, keras, numpy as np
+        >>> from trainer import Trainer
+        >>> timer = Timer(dt.timedelta(hours=12))
+        >>> x = np.ones([8, 1], np.float32)
+        >>> line = Trainer(
+        ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        ...     optimizer="sgd", loss_fn="mse", verbose=False, callbacks=[timer])
+        >>> line.train((x, x), 4, global_batch=8).step, 0 < timer.elapsed < timer.duration
+        (4, True)
+    """
+
+    def __init__(self, duration: float | dt.timedelta) -> None:
+        """Stores the duration."""
+        in_seconds = duration.total_seconds() if isinstance(duration, dt.timedelta) else duration
+        self.duration = float(in_seconds)
+        self.elapsed = 0.0
+        self._last = 0.0
+
+    def on_train_begin(self) -> None:
+        """Starts the clock; ends a run that has used its time before."""
+        self._last = time.monotonic()
+        self._look()
+
+    def on_loop_end(self, step: int) -> None:
+        """Ends the run if its time is over."""
+        del step
+        self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self.elapsed += now - self._last
+        self._last = now
+        if self.elapsed >= self.duration:
+            self.trainer.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the seconds so far."""
+        return {"elapsed": self.elapsed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned, but a rollback does not bring time back."""
+        self.elapsed = max(self.elapsed, state["elapsed"])
