@@ -188,11 +188,6 @@ class Task:
         x, y, sample_weight = unpack(batch)
         return x, self._compared(y), sample_weight
 
-    def _check_form(self, batch: Batch) -> None:
-        """Raises ValueError unless a batch has the form that the default `compute_loss` takes."""
-        if self._loss_fn is not None and type(self).compute_loss is Task.compute_loss:
-            unpack(batch)
-
     def all_gather(self, x: Any) -> Any:
         """Returns the rows of the whole global batch, inside `compute_loss`.
 

@@ -47,7 +47,7 @@ from trainer.evaluation.eval_data import (
     result_names,
 )
 from trainer.evaluation.export import check_export, export, warn_of_merged_adapters
-from trainer.fingerprint import texts_of_arrays
+from trainer.fingerprint import entries_of, texts_of_arrays
 from trainer.log.console import RunConsole, resolve_style
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS, History, Totals, TrainSummary
@@ -69,7 +69,6 @@ from trainer.run.adapt import (
 from trainer.run.build import (
     Forward,
     build,
-    leave_out_xla_or_refuse,
     parts_of_plan,
     recorded_computation,
     recorded_settings,
@@ -77,31 +76,27 @@ from trainer.run.build import (
 from trainer.run.compile_mode import (
     compilable_parts,
     initial_compile_mode,
+    mode_of_auto,
     parts_in_mode,
-    parts_of_auto,
     tracing,
 )
-from trainer.run.declared import check_same_data, check_same_run, evaluated_of
-from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
-from trainer.run.follow import ContinuousEvaluation, check_follower, identity_of
+from trainer.run.declared import check_agreed, declared_in_call, evaluated_of, of_data
+from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
+from trainer.run.follow import ContinuousEvaluation, identity_of
 from trainer.run.listeners import Results, TrainRequest
 from trainer.run.lost_worker import worker_loss_explained
-from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
+from trainer.run.online_loop import OnlineLoop
 from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
 from trainer.run.resolve import (
     LossScaleArgument,
-    check_background,
-    check_not_in_train,
     check_one_process,
-    check_recordable,
     dtype_policy,
     resolve_folder,
     resolve_precision,
     resolve_rule,
     resolve_strategy,
     warn_of_conflicts,
-    warn_of_other_policy,
 )
 from trainer.run.stop_signals import StopSignals
 from trainer.step import StepReport, attempt_step
@@ -258,8 +253,6 @@ class Trainer(Task):
         self.precision = resolve_precision(precision)
         self.rule = resolve_rule(loss_scale, self.precision)
         warn_of_conflicts(loss_scale, self.precision)
-        if precision is not None:
-            warn_of_other_policy(self.precision)
         self.model_dir = resolve_folder(model_dir)
         for name in ("num_microbatches", "steps_per_loop", "log_interval"):
             check_integer(name, arguments[name], 1)
@@ -322,8 +315,11 @@ class Trainer(Task):
         for name, value in needs_folder.items():
             if value and self.model_dir is None:
                 raise ValueError(f"`{name}` must be left out without `model_dir`; got {value!r}")
-        check_recordable(self.skips.max_records, self.strategy)
-        check_background(self.checkpoints.background, self.strategy)
+        found, records = strategies.capabilities(self.strategy), self.skips.max_records
+        if records and found.several_processes:  # no process has the variables of another
+            raise ValueError(f"`max_records` must be 0 with several processes; got {records}")
+        if self.checkpoints.background and found.asynchronous:  # servers do not share memory
+            raise ValueError("`background` must be False with parameter servers; got True")
         if self.monitoring.divergence and not self.checkpoints.enabled:
             raise ValueError("`enabled` must be True with a divergence, which restores checkpoints")
 
@@ -480,7 +476,7 @@ class Trainer(Task):
                 saved.
         """
         began = time.perf_counter()
-        check_not_in_train("train", self._running, averaged=self._averaging)
+        self._check_no_run("train")
         folder = self.model_dir if self.is_chief else None
         self._end_online()
         self._withdraw_stop()
@@ -500,7 +496,10 @@ class Trainer(Task):
                 self._history.evaluate_on(identity, self.totals.attempted, target)
             due = self._loop.evaluation_due if self._loop else None
             request = evaluations._replace(target=target, due=due)
-            check_same_run(self, self._parts, position, request, evaluated)
+            check_agreed(
+                lambda: declared_in_call(self, self._parts, position, request, evaluated),
+                self.strategy,
+            )
             self._settle_compile_mode(data, target, log, position)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, signals)
             self._loop = loop
@@ -566,7 +565,7 @@ class Trainer(Task):
             TrainingStuckError, CheckpointError, DivergedError: as for `train`.
             RuntimeError: if it is called while `train` runs, in a hook or an action.
         """
-        check_not_in_train("train_on_batch", self._running, averaged=self._averaging)
+        self._check_no_run("train_on_batch")
         tensors = as_global_batch(batch, whole=self._takes_whole_batches())
         loop = self._online
         # `evaluate` may have traced anew, and a loop that keeps no rows cannot return them.
@@ -602,22 +601,29 @@ class Trainer(Task):
                 the checkpoint is that of another run.
             RuntimeError: if it is called while `train` runs.
         """
-        check_not_in_train("restore", self._running, averaged=self._averaging)
+        self._check_no_run("restore")
         tensors = as_global_batch(batch, whole=self._takes_whole_batches())
         self._start(tensors)
         return self.totals.attempted
 
     def _begin_online(self, batch: Batch, *, return_aux: bool = False) -> OnlineLoop:
         """Does what comes before the first step of `train_on_batch`."""
-        check_online(self)
-        if not self._trained_on:
-            check_no_place_is_lost(self._parts.checkpoints, self.checkpoints.data_resume)
+        check_one_process("train_on_batch", self.strategy)
+        if self.overrides("on_epoch_end") or any(each.per_epoch for each in self.callbacks):
+            raise ValueError("`train_on_batch` has no epochs, which a callback or hook waits for")
+        checkpoints = self._parts.checkpoints
+        modes = self.checkpoints.data_resume, checkpoints.facts.get("data_resume", "restart")
+        place_lost = "data" in checkpoints.facts and "restart" not in modes
+        if place_lost and not (self._trained_on or checkpoints.resumed):
+            raise ValueError(
+                "`train_on_batch` must come after train() with the data of "
+                f'{checkpoints.latest}; or pass data_resume="restart"'
+            )
         self._end_online()
         self._parts.checkpoints.check_only_writer()
         self._withdraw_stop()
         position = OnlinePosition(batch, self._trained_on[2] if self._trained_on else None)
-        auto = self.compile_mode_open
-        if auto:
+        if self.compile_mode_open:
             # Not that of a dry run: batches that are passed one by one may have any shape.
             self._parts = parts_in_mode(self.jit_compile, self, self._parts)
         if return_aux:
@@ -628,7 +634,6 @@ class Trainer(Task):
             self,
             self._parts,
             lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)),
-            auto=auto,
         )
         self.compile_mode_open = False
         self.jit_compile = self._parts.plan.jit_compile
@@ -676,7 +681,8 @@ class Trainer(Task):
 
         Raises:
             ValueError: if there is no `model_dir`, or no checkpoints are written there.
-            RuntimeError: if an operation of the last step failed, which leaves a part of the step.
+            RuntimeError: while `train` runs; or if an operation of the last step failed, which
+                leaves a part of the step.
             CheckpointError: if the checkpoint cannot be written.
         """
         if self.model_dir is None:
@@ -684,7 +690,7 @@ class Trainer(Task):
         if not self.checkpoints.enabled:
             raise ValueError("`enabled` of checkpoints must be True to save one; got False")
         self._check_started("save_checkpoint")
-        check_not_in_train("save_checkpoint", None, averaged=self._averaging)
+        self._check_no_run("save_checkpoint")
         if self._failed:
             if self._failed.failure:
                 raise RuntimeError(
@@ -744,15 +750,9 @@ class Trainer(Task):
         known = self._known_position(train_data, global_batch)
         data = known.data if known else self._batches(train_data, global_batch)
         check_length(steps, epochs, data)
-        self._check_train_data(data)
-        return known, data
-
-    def _check_train_data(self, data: Batches) -> None:
-        """Raises ValueError if batches cannot be divided, or if a hook waits for a pass's end."""
         if self.overrides("on_epoch_end"):
             check_epochs_end(data)
-        replicas = self.strategy.num_replicas_in_sync
-        strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
+        return known, data
 
     def _target(self, steps: int | None, epochs: int | None, position: DataPosition) -> int:
         """Returns the step to reach. Exactly one of `steps` and `epochs` is given."""
@@ -774,10 +774,10 @@ class Trainer(Task):
 
     def _try_compile_mode(self, data: Batches, iterator: tf.data.Iterator) -> None:
         """Takes the compile mode for the data, if "auto" leaves it open, and traces the step."""
-        auto = self.compile_mode_open
-        if auto:
-            self._parts = parts_of_auto(self, self._parts, data)
-        self._parts = compilable_parts(self, self._parts, tracing(iterator), auto=auto)
+        if self.compile_mode_open:
+            mode = mode_of_auto(self, self._parts.plan, data)
+            self._parts = parts_in_mode(mode, self, self._parts)
+        self._parts = compilable_parts(self, self._parts, tracing(iterator))
 
     def _new_log(self) -> RunLog:
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
@@ -814,7 +814,7 @@ class Trainer(Task):
 
     def _batches(self, train_data: Any, global_batch: int | None) -> Batches:
         step = self.totals.attempted if self._begun else 0
-        return batches(
+        found = batches(
             train_data,
             "train_data",
             self.strategy,
@@ -824,6 +824,9 @@ class Trainer(Task):
             one_size=self._needs_one_size(),
             whole=self._takes_whole_batches(),
         )
+        replicas = self.strategy.num_replicas_in_sync
+        strategies.check_divisible(found.global_batch, replicas, self.num_microbatches)
+        return found
 
     def _needs_one_size(self) -> bool:
         """Returns whether batches must have one size: their rows are exchanged in one shape."""
@@ -905,7 +908,7 @@ class Trainer(Task):
             self._start(first_batch(found), training=False)
             self._warn_if_untrained()
             settings = {"precision": precision, "averaged": averaged}
-            check_same_data(self, found, "data", settings)
+            check_agreed(lambda: of_data(found, "data") | entries_of(settings), self.strategy)
             return self._evaluate(found, precision, averaged, stoppable=False) or {}
 
     def evaluate_continuously(
@@ -945,15 +948,18 @@ class Trainer(Task):
                 it has several workers, or for the same reasons as `evaluate`.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT.
         """
-        model_dir = check_follower(self.model_dir, last_step, self.strategy, trained=self._begun)
+        if self.model_dir is None:
+            raise ValueError("`model_dir` must be given for evaluate_continuously; got None")
+        if self._begun:  # which would lose its weights
+            raise ValueError("`evaluate_continuously` must be called before training, or elsewhere")
+        check_one_process("evaluate_continuously", self.strategy)
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
-        self._check_form(first_batch(found))
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
             evaluation = ContinuousEvaluation(
                 self,
-                model_dir,
+                self.model_dir,
                 identity_of(found, steps, evaluated_of(self, data)),
                 start=lambda: self._start(first_batch(found), training=False),
                 evaluation=lambda: self._evaluation(found),
@@ -1002,7 +1008,8 @@ class Trainer(Task):
             )
             self._warn_if_untrained()
             settings = {"precision": precision, "averaged": averaged}
-            check_same_data(self, {"": found}, "data", settings)
+            described = {"": found}
+            check_agreed(lambda: of_data(described, "data") | entries_of(settings), self.strategy)
         with (
             self._with_workers(),
             self._model_restored(predicts=True),
@@ -1057,7 +1064,6 @@ class Trainer(Task):
         check_one_process("dry_run", self.strategy)
         self._withdraw_stop()
         data = self._batches(train_data, global_batch)
-        self._check_train_data(data)
         if data.reader is None:  # which would be read by a second iterator
             self._check_savable(train_data, position_in(data, self.checkpoints.data_resume))
         found = self._read_eval_data(eval_data, data, 1)
@@ -1088,13 +1094,11 @@ class Trainer(Task):
             ValueError: with several workers or parameter servers.
         """
         check_one_process("overfit_one_batch", self.strategy)
-        steps = as_python(steps)
-        check_overfit_steps(steps)
         self._withdraw_stop()
         data = self._batches(train_data, global_batch)
         self._start(data.first)
         self._try_compile_mode(data, iter(repeat_first_batch(data)))
-        return overfit(self, self._parts, data, steps)
+        return overfit(self, self._parts, data, as_python(steps))
 
     def export(
         self,
@@ -1206,12 +1210,9 @@ class Trainer(Task):
         if eval_data is None:
             return {}
         limit = "eval_steps", steps
-        found = self._read_to_evaluate(
+        return self._read_to_evaluate(
             eval_data, "eval_data", data.global_batch, limit, like=data.first
         )
-        for one in found.values():  # which may be evaluated hours later
-            self._check_form(one.first)
-        return found
 
     def _weights(self, averaged: bool | None) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that gives the model the weights to evaluate or export."""
@@ -1306,8 +1307,6 @@ class Trainer(Task):
         # In a hook or an action, which may have changed something.
         if self._running == threading.get_ident():
             check_unchanged(self, self._parts, self._setup)
-        if self._started and training and not self.compile_mode_open:
-            leave_out_xla_or_refuse(self, batch)
         if self._started and (self._parts.plan.groups or not training):
             self._parts, self._setup = adapted(self, self._parts, self._setup, training=training)
             return self._parts
@@ -1340,6 +1339,16 @@ class Trainer(Task):
         """Calls a hook such as "on_log" of the trainer, and then of each callback."""
         for listener in (self, *self.callbacks):
             getattr(listener, hook)(*arguments)
+
+    def _check_no_run(self, name: str) -> None:
+        """Raises RuntimeError if a method that takes or saves steps is called at a wrong time.
+
+        Steps of a hook would be counted with those of `train`, and averaged weights be saved.
+        """
+        if self._averaging:
+            raise RuntimeError(f"`averaged_weights` must be left before {name}() is called")
+        if self._running is not None:
+            raise RuntimeError(f"`{name}` must not be called while train() runs, as in a hook")
 
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError in a graph, or if the trainer has not seen any data yet."""

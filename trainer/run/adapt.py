@@ -35,8 +35,8 @@ from trainer.run.build import (
     parts_of_plan,
     plan_evaluation,
 )
-from trainer.run.learning_rates import learning_rates
 from trainer.run.parts import Parts
+from trainer.run.reporting import learning_rates
 from trainer.run.slots import (
     check_keeps_variables,
     make_slots,

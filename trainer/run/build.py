@@ -130,7 +130,7 @@ def build(trainer: "Trainer", batch: Batch, forward: Forward, *, training: bool 
         load_initial_weights(trainer, clean_up=training)
         declared = declared_by(trainer)
         if training or trainer.compile_mode_open:
-            leave_out_xla_or_refuse(trainer, batch)
+            leave_out_xla(trainer, batch)
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
@@ -147,7 +147,12 @@ def build(trainer: "Trainer", batch: Batch, forward: Forward, *, training: bool 
             checkpoints.restore()
         elif checkpoints.follow(clean_up=False) and checkpoints.latest:
             # Another process may be training this run.
-            warn_of_another_model(checkpoints, declared)
+            saved = checkpoints.facts.get("fingerprint", {})
+            for place, (was, now) in diff(*comparable(saved, declared)).items():
+                # An evaluation may have another precision.
+                if group_of(place) == "model" and not place.endswith(".dtype"):
+                    path = checkpoints.latest
+                    logging.warning("%s was %s in %s and is %s now", place, was, path, now)
         slots = slots_now(trainer, slots_from(checkpoints.facts, trainer))
         if again or missed_by_trained(slots):
             plan = make_plan(trainer, slots)
@@ -165,15 +170,6 @@ def build(trainer: "Trainer", batch: Batch, forward: Forward, *, training: bool 
         slots=slots,
         **depending,
     )
-
-
-def warn_of_another_model(checkpoints: CheckpointSaver, declared: Fingerprint) -> None:
-    """Logs a warning if another model is to be evaluated with the weights in a checkpoint."""
-    saved = checkpoints.facts.get("fingerprint", {})
-    for place, (was, now) in diff(*comparable(saved, declared)).items():
-        # An evaluation may have another precision.
-        if group_of(place) == "model" and not place.endswith(".dtype"):
-            logging.warning("%s was %s in %s and is %s now", place, was, checkpoints.latest, now)
 
 
 def attributes_of(trainer: "Trainer") -> dict[str, Any]:
@@ -374,7 +370,12 @@ def make_checkpoints(
     optimizers = known if can_train(trainer) else {}
     own = {name: each for name, each in vars(state).items() if isinstance(each, tf.Variable)}
     items = {"model": model, "state": tf.train.Checkpoint(**own), **optimizers}
-    items |= check_items(trainer.checkpoint_items(), items)
+    for name, item in trainer.checkpoint_items().items():
+        if name in (*items, "trainer"):
+            raise ValueError(
+                f"`checkpoint_items` must return names that are not taken; got {shown(name)}"
+            )
+        items[name] = item
     for name, optimizer in optimizers.items():
         # TensorFlow does not find the inner optimizers of a `MultiOptimizer` by itself.
         inner = [one for one in single_optimizers(optimizer) if one is not optimizer]
@@ -428,50 +429,18 @@ def check_all_saved(
     SAVED.add(traced.graph)
 
 
-def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
-    """Returns the items; raises ValueError if the name of one is already taken."""
-    for name in items:
-        if name in (*taken, "trainer"):
-            raise ValueError(
-                f"`checkpoint_items` must return names that are not taken; got {shown(name)}"
-            )
-    return items
-
-
-def leave_out_xla_or_refuse(trainer: "Trainer", batch: Batch) -> None:
-    """Chooses a step without XLA for batches of strings or ragged tensors, if "auto" may choose.
-
-    Raises:
-        ValueError: if the user has chosen that XLA compiles passes over such batches.
-    """
-    part = part_without_xla(batch)
-    if part is None or trainer.jit_compile not in WITH_PASSES:
+def leave_out_xla(trainer: "Trainer", batch: Batch) -> None:
+    """Chooses a step without XLA for batches of strings or ragged tensors, if "auto" may choose."""
+    if not trainer.compile_mode_open or trainer.jit_compile not in WITH_PASSES:
         return
-    if not trainer.compile_mode_open:
-        raise ValueError(
-            f"`jit_compile` must not be {trainer.jit_compile!r} for batches with {kind_of(part)}"
-        )
-    warn_of_batches_without_xla(trainer, part)
-    trainer.jit_compile = False
-
-
-def part_without_xla(batch: Batch) -> tf.Tensor | tf.RaggedTensor | None:
-    """Returns the first part of a batch that XLA does not support: strings, or a ragged tensor."""
     for part in tensors_in(batch):
-        if isinstance(part, tf.RaggedTensor) or part.dtype == tf.string:
-            return part
-    return None
-
-
-def kind_of(part: tf.Tensor | tf.RaggedTensor) -> str:
-    """Returns how a message calls a part of a batch that XLA does not support."""
-    return "ragged tensors" if isinstance(part, tf.RaggedTensor) else "strings"
-
-
-def warn_of_batches_without_xla(trainer: "Trainer", part: tf.Tensor | tf.RaggedTensor) -> None:
-    """Warns that a step is not compiled because of a part of a batch."""
-    where = where_xla_is_needed(trainer)
-    warn_of_plain_step(f"batches with {kind_of(part)}", where, "turn them into dense numbers")
+        ragged = isinstance(part, tf.RaggedTensor)
+        if ragged or part.dtype == tf.string:
+            what = f"batches with {'ragged tensors' if ragged else 'strings'}"
+            where = where_xla_is_needed(trainer)
+            warn_of_plain_step(what, where, "turn them into dense numbers")
+            trainer.jit_compile = False
+            return
 
 
 def where_xla_is_needed(trainer: "Trainer") -> str:

@@ -15,14 +15,12 @@ import strategies
 from trainer.data.batches import Batches
 from trainer.run.build import parts_of_plan, where_xla_is_needed
 from trainer.run.parts import Parts
-from trainer.step.plan import compiled_as
+from trainer.step.plan import StepPlan, compiled_as
 from trainer.step.xla import (
     WITH_PASSES,
     check_compile_mode,
-    int32_variables_error,
     layers_without_xla,
     listed_operations,
-    not_compilable_error,
     operations_on_int32_variables,
     operations_sized_by_values,
     operations_without_xla,
@@ -42,7 +40,7 @@ def initial_compile_mode(
 ) -> CompileMode:
     """Returns the compile mode that a trainer is built with, before it has seen data.
 
-    "auto" begins with False; see `parts_of_auto` for GPUs. The exception is half precision on a CPU
+    "auto" begins with False; see `mode_of_auto` for GPUs. The exception is half precision on a CPU
     for which TensorFlow has no fast kernels: it would compute convolutions in scalar loops, up to
     hundreds of times slower than XLA. Those are float16, and bfloat16 without AVX-512.
 
@@ -63,8 +61,44 @@ def has_avx512() -> bool:
     return file.exists() and "avx512f" in file.read_text()
 
 
-def parts_of_auto(trainer: "Trainer", parts: Parts, data: Batches) -> Parts:
-    """Returns a trainer's parts in the compile mode for its data: see `docs/performance.md`.
+def compilable_parts(trainer: "Trainer", parts: Parts, trace: Callable[[Parts], Any]) -> Parts:
+    """Returns a trainer's parts, or those of mode False if "auto" must not compile the step.
+
+    That is if XLA cannot compile the step, or might compute wrong numbers. A step that XLA was
+    asked to compile, and cannot, is an error of TensorFlow's.
+
+    Traces the step, unless it was traced before for data with the same spec. The loop uses the same
+    trace.
+
+    Args:
+        trainer: a trainer that has started.
+        parts: the trainer's parts, from `build`.
+        trace: traces the step of parts with the training data, and returns the concrete function.
+    """
+    traced = hasattr(parts.run_steps, "get_concrete_function")
+    with_passes = parts.plan.jit_compile in WITH_PASSES
+    if not (with_passes and traced) or tf.config.functions_run_eagerly():
+        return parts
+    step = trace(parts)
+    sized = operations_sized_by_values(step)
+    if not trainer.compile_mode_open:
+        if sized:
+            warn_of_sizes(sized, compiled=True)
+        return parts
+    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
+    if names := operations_without_xla(step):
+        warn_of_plain_step(listed_operations(names), where_xla_is_needed(trainer))
+    elif names := operations_on_int32_variables(step) if on_gpu else []:
+        warn_of_int32_variables(names)
+    elif sized:
+        warn_of_sizes(sized, compiled=False)
+    else:
+        return parts
+    return parts_in_mode(False, trainer, parts)
+
+
+def mode_of_auto(trainer: "Trainer", plan: StepPlan, data: Batches) -> CompileMode:
+    """Returns the compile mode that "auto" takes for data: see `docs/performance.md`.
 
     On an H100, a step that was one program took a third to a ninth of the time of one in mode
     False. XLA compiles a program for each shape, so passes are compiled only if the data's element
@@ -72,13 +106,13 @@ def parts_of_auto(trainer: "Trainer", parts: Parts, data: Batches) -> Parts:
 
     Args:
         trainer: a trainer with jit_compile="auto" that has started.
-        parts: the trainer's parts, from `build`.
+        plan: the trainer's plan.
         data: the training data.
     """
     mode, found = trainer.jit_compile, strategies.capabilities(trainer.strategy)
-    one_device = found.num_replicas == 1 and parts.plan.num_microbatches == 1
+    one_device = found.num_replicas == 1 and plan.num_microbatches == 1
     if one_device and found.on_gpu and not found.several_processes:
-        mode = False if layers_without_xla(parts.plan.model) else "step"
+        mode = False if layers_without_xla(plan.model) else "step"
     specs = tf.nest.flatten(data.dataset.element_spec)
     if mode in WITH_PASSES and not all(map(has_one_shape, specs)):
         mode = False
@@ -87,7 +121,7 @@ def parts_of_auto(trainer: "Trainer", parts: Parts, data: Batches) -> Parts:
             "known shapes, and the data's element spec is %s. Use tf.ensure_shape in Dataset.map.",
             *(where_xla_is_needed(trainer), data.dataset.element_spec),
         )
-    return parts_in_mode(mode, trainer, parts)
+    return mode
 
 
 def has_one_shape(spec: tf.TypeSpec) -> bool:
@@ -102,49 +136,6 @@ def parts_in_mode(mode: CompileMode, trainer: "Trainer", parts: Parts) -> Parts:
         return parts
     plan = compiled_as(parts.plan, mode)
     return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics))
-
-
-def compilable_parts(
-    trainer: "Trainer", parts: Parts, trace: Callable[[Parts], Any], *, auto: bool
-) -> Parts:
-    """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
-
-    "auto" also takes those of mode False if XLA may compute wrong numbers.
-
-    Traces the step, unless it was traced before for data with the same spec. The loop uses the same
-    trace.
-
-    Args:
-        trainer: a trainer that has started.
-        parts: the trainer's parts, from `build`.
-        trace: traces the step of parts with the training data, and returns the concrete function.
-        auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile, or
-            only with a risk of wrong numbers.
-
-    Raises:
-        ValueError: if XLA was asked to compile the step and cannot.
-    """
-    traced = hasattr(parts.run_steps, "get_concrete_function")
-    mode = parts.plan.jit_compile
-    if mode not in (*WITH_PASSES, "update") or not traced or tf.config.functions_run_eagerly():
-        return parts
-    step = trace(parts)
-    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
-    names = operations_without_xla(step)
-    on_host = operations_on_int32_variables(step) if on_gpu else []
-    sized = operations_sized_by_values(step) if mode in WITH_PASSES else []
-    if names and not auto:
-        raise not_compilable_error(mode, names)
-    if on_host and not auto:
-        raise int32_variables_error(mode, on_host)
-    if names:
-        warn_of_plain_step(listed_operations(names), where_xla_is_needed(trainer))
-    elif on_host:
-        warn_of_int32_variables(on_host)
-    elif sized:
-        warn_of_sizes(sized, compiled=not auto)
-    compiles = not (auto and (names or on_host or sized))
-    return parts if compiles else parts_in_mode(False, trainer, parts)
 
 
 def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], Any]:

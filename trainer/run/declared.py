@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -109,14 +109,14 @@ def evaluated_of(trainer: "Trainer", data: Any) -> Fingerprint:
     return entries_of(described)
 
 
-def check_same_run(
+def declared_in_call(
     trainer: "Trainer",
     parts: Parts,
     position: DataPosition,
     request: Any,
     evaluated: EvalData,
-) -> None:
-    """Raises ValueError if a call of `train` has other settings or data on another worker.
+) -> Fingerprint:
+    """Returns what a call of `train` must have in common on all workers.
 
     Every worker takes its own share of each global batch. With other settings the workers would
     train different models, or wait for each other without end; with data that is divided between
@@ -128,12 +128,7 @@ def check_same_run(
         position: the position in the training data, at which nothing has been read yet.
         request: the other arguments of the call, a `TrainRequest`.
         evaluated: the data to evaluate on.
-
-    Raises:
-        ValueError: on every worker.
     """
-    if not strategies.has_workers(trainer.strategy):
-        return
     settings = settings_in(trainer.checkpoints, trainer.monitoring) | {
         "steps_per_loop": trainer.steps_per_loop,
         "log_interval": trainer.log_interval,
@@ -146,23 +141,7 @@ def check_same_run(
     }
     data = position.declared() | entries("data.first", first_batch_of(position.data))
     ours = parts.declared | data | of_data(evaluated, "eval_data")
-    ours |= entries_of({name: settings[name] for name in settings if name not in OF_ONE_WORKER})
-    check_agreed(ours, trainer.strategy)
-
-
-def check_same_data(
-    trainer: "Trainer", data: EvalData, argument: str, settings: Mapping[str, Any]
-) -> None:
-    """Raises ValueError if an evaluation or a prediction has other data on another worker.
-
-    Args:
-        trainer: the trainer.
-        data: the data, by name.
-        argument: name of the user's argument.
-        settings: the other arguments of the call, by name.
-    """
-    if strategies.has_workers(trainer.strategy):
-        check_agreed(of_data(data, argument) | entries_of(settings), trainer.strategy)
+    return ours | entries_of({n: each for n, each in settings.items() if n not in OF_ONE_WORKER})
 
 
 def of_data(data: EvalData, argument: str) -> Fingerprint:
@@ -184,8 +163,16 @@ def first_batch_of(data: Any) -> list[str]:
     return texts_of_arrays(tf.nest.flatten(data.first, expand_composites=True))
 
 
-def check_agreed(ours: Fingerprint, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError, on every worker, if one of them declares something else than the chief."""
+def check_agreed(declare: Callable[[], Fingerprint], strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError, on every worker, if one of them declares something else than the chief.
+
+    Args:
+        declare: returns what this worker declares. It is not called without several workers.
+        strategy: the strategy.
+    """
+    if not strategies.has_workers(strategy):
+        return
+    ours = declare()
     text = json.dumps(ours, sort_keys=True)
     number = int(digest(text), 16)
     if not strategies.any_worker(strategies.from_chief(number, strategy) != number, strategy):

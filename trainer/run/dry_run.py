@@ -5,14 +5,14 @@ import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_integer
+import strategies
 from trainer.base.tracking import tracked, tracked_variables
 from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
@@ -23,17 +23,35 @@ from trainer.log.run_log import format_results
 from trainer.log.summary import format_bytes, format_number, power_of_two
 from trainer.run.build import attributes_of, make_checkpoints
 from trainer.run.gradient_check import check_gradients
-from trainer.run.memory import Memory, memory_of
 from trainer.run.parts import Parts
-from trainer.step.plan import StepPlan
+from trainer.run.slots import optimizers_by_item
+from trainer.step.plan import StepPlan, ones
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.rollback import copies_of, read_copies, write_copies
-from trainer.step.types import Variable
+from trainer.step.trace import called_functions
+from trainer.step.types import Batch, Variable
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-MOST_OVERFIT_STEPS = 1_000_000
+Node: TypeAlias = tf.compat.v1.NodeDef  # an operation in a graph
+
+# Types of operations whose outputs are not computed, only read or reshaped.
+NOT_COUNTED = {"Const", "Placeholder", "ReadVariableOp", "Identity", "Reshape"}
+
+
+class Memory(NamedTuple):
+    """The memory that a replica needs during a step, in bytes."""
+
+    weights: int  # all variables of the model
+    slots: int  # variables of the optimizers
+    gradients: int  # in float32
+    activations: int  # outputs in the forward pass over one microbatch; a rough estimate
+
+    def __str__(self) -> str:
+        """Returns for example "about 3.0 MB a replica: weights 605.6 kB, ..."."""
+        parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in self._asdict().items())
+        return f"about {format_bytes(sum(self))} a replica: {parts}"
 
 
 class DryRun(NamedTuple):
@@ -163,15 +181,6 @@ def dry_run(
         )
 
 
-def check_overfit_steps(steps: Any) -> None:
-    """Raises ValueError unless `steps` is a count of steps whose losses fit into memory."""
-    check_integer("steps", steps, 1)
-    if steps > MOST_OVERFIT_STEPS:
-        raise ValueError(
-            f"`steps` must be at most {MOST_OVERFIT_STEPS:,} for overfit_one_batch; got {steps}"
-        )
-
-
 def overfit(trainer: "Trainer", parts: Parts, data: Batches, steps: int) -> Overfit:
     """Trains on the first batch repeatedly, then restores all variables exactly."""
     dataset = repeat_first_batch(data)
@@ -273,3 +282,96 @@ def describe_step(report: StepReport, variable_names: list[str]) -> str:
         return f"applied, loss {format_number(float(report.loss))}, {scale}"
     cause = describe_skip(report, variable_names)
     return f"skipped, loss {format_number(float(report.loss))}, {scale}: {cause}"
+
+
+def memory_of(trainer: "Trainer", batch: Batch) -> Memory:
+    """Estimates the memory that a replica needs during a step.
+
+    Args:
+        trainer: a trainer that has started.
+        batch: a global batch.
+    """
+    optimizers = optimizers_by_item(trainer.optimizer).values()
+    slots = [variable for optimizer in optimizers for variable in optimizer.variables]
+    trainable = sum(math.prod(weight.shape) for weight in trainer.model.trainable_variables)
+    return Memory(
+        weights=total_size(variable_rows(trainer.model))[1],
+        slots=sum(math.prod(slot.shape) * tf.as_dtype(slot.dtype).size for slot in slots),
+        gradients=4 * trainable,
+        activations=activation_bytes(trainer, batch),
+    )
+
+
+def activation_bytes(trainer: "Trainer", batch: Batch) -> int:
+    """Returns the size of all tensors that the forward pass over a microbatch computes.
+
+    Not all of these tensors are kept for the backward pass, and XLA fuses some of the operations. A
+    loop counts as often as the lists of tensors that it reads and writes have elements, as in an
+    RNN, and any other loop once.
+    """
+    shares = trainer.strategy.num_replicas_in_sync * trainer.num_microbatches
+    share = strategies.take(strategies.whole(batch, ones(batch)), 0, shares).batch
+
+    def forward(share: Batch) -> Any:
+        with keras.StatelessScope():  # keeps assignments out of the graph
+            return trainer.compute_loss(share, training=True)
+
+    specs = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), share
+    )
+    graph = tf.function(forward).get_concrete_function(specs).graph.as_graph_def(add_shapes=True)
+    functions = {each.signature.name: each.node_def for each in graph.library.function}
+    return bytes_of(graph.node, functions)
+
+
+def bytes_of(nodes: Sequence[Node], functions: Mapping[str, Sequence[Node]]) -> int:
+    """Returns the size of all floats that operations compute, in the functions they call, too.
+
+    Args:
+        nodes: the operations of a graph or a function.
+        functions: the operations of all functions, by name.
+    """
+    by_name = {node.name: node for node in nodes}
+    total = 0
+    for node in nodes:
+        called = [
+            bytes_of(functions[name], functions)
+            for name in called_functions(node.attr)
+            if name in functions
+        ]
+        if called:
+            total += turns_of(node, by_name) * max(called)
+        elif node.op not in NOT_COUNTED:
+            shapes = node.attr["_output_shapes"].list.shape
+            total += sum(map(math.prod, map(dimensions, shapes))) * dtype_of(node).size
+    return total
+
+
+def dimensions(shape: Any) -> list[int]:
+    """Returns the dimensions of a shape; [0] if not all of them are known."""
+    sizes = [dimension.size for dimension in shape.dim]
+    return [0] if shape.unknown_rank or -1 in sizes else sizes
+
+
+def dtype_of(node: Node) -> tf.DType:
+    """Returns the dtype of an operation's outputs if it is a float; otherwise one of no size."""
+    kinds = [node.attr[key].type for key in ("DstT", "dtype", "T") if node.attr[key].type]
+    found = tf.as_dtype(kinds[0]) if kinds else tf.variant
+    return found if found.is_floating else tf.variant
+
+
+def turns_of(node: Node, by_name: Mapping[str, Node]) -> int:
+    """Returns how often a loop's body runs, as far as it is known; 1 for any other operation."""
+    if node.op not in ("While", "StatelessWhile"):
+        return 1
+    lengths = [1]
+    for name in node.input:
+        found = by_name.get(name.partition(":")[0])
+        if found is None or found.op not in ("TensorListFromTensor", "TensorListReserve"):
+            continue
+        source = by_name.get(found.input[found.op == "TensorListReserve"].partition(":")[0])
+        if source is not None and source.op == "Const":
+            lengths.append(int(tf.make_ndarray(source.attr["value"].tensor)))
+        elif source is not None:
+            lengths += [dimensions(shape)[0] for shape in source.attr["_output_shapes"].list.shape]
+    return max(lengths)

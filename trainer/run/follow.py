@@ -18,8 +18,6 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-import strategies
-from scaling.base.argument_checks import check_integer
 from trainer.base.atomic_files import make_folder
 from trainer.callbacks.callback import Callback
 from trainer.checkpoint import folder
@@ -261,38 +259,6 @@ def parsed(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return line if isinstance(line, dict) else {}
-
-
-def check_follower(
-    model_dir: pathlib.Path | None,
-    last_step: object,
-    strategy: tf.distribute.Strategy,
-    *,
-    trained: bool,
-) -> pathlib.Path:
-    """Raises ValueError unless a trainer can evaluate the checkpoints of another process.
-
-    Args:
-        model_dir: the trainer's folder, or None.
-        last_step: an argument of `evaluate_continuously`.
-        strategy: the trainer's strategy.
-        trained: whether the trainer has trained itself.
-
-    Returns:
-        `model_dir`.
-    """
-    if model_dir is None:
-        raise ValueError("`model_dir` must be given for evaluate_continuously; got None")
-    if last_step is not None:
-        check_integer("last_step", last_step, 1)
-    if trained:
-        raise ValueError("`evaluate_continuously` must be called on a trainer that has not trained")
-    if strategies.capabilities(strategy).several_processes:
-        raise ValueError(
-            "`strategy` must run in one process for evaluate_continuously; got "
-            f"{type(strategy).__name__}"
-        )
-    return model_dir
 
 
 def adopt_compile_mode(trainer: "Trainer", model_dir: pathlib.Path) -> None:

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from trainer.base.atomic_files import only_writer
 from trainer.callbacks.divergence import LossWatch
-from trainer.checkpoint import CheckpointSaver
 from trainer.data.errors import found_in, wrong_values
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
@@ -20,7 +19,6 @@ from trainer.run.build import check_all_saved
 from trainer.run.listeners import TrainRequest
 from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
-from trainer.run.resolve import check_one_process
 from trainer.step.microbatch import Rows
 from trainer.step.objective import ONLY
 from trainer.step.randomness import check_no_stateful_ops
@@ -28,32 +26,6 @@ from trainer.step.types import Batch
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
-
-
-def check_online(trainer: "Trainer") -> None:
-    """Raises ValueError if something about a trainer needs data, which `train` alone has."""
-    check_one_process("train_on_batch", trainer.strategy)
-    waiting = [type(each).__name__ for each in trainer.callbacks if each.per_epoch]
-    if waiting or trainer.overrides("on_epoch_end"):
-        what = waiting[0] if waiting else "a hook on_epoch_end"
-        raise ValueError(f"`train_on_batch` must not be used with {what}: there are no epochs")
-
-
-def check_no_place_is_lost(checkpoints: CheckpointSaver, data_resume: str | None) -> None:
-    """Raises ValueError if a run is resumed whose place in the data of `train` nobody would keep.
-
-    Args:
-        checkpoints: the run's checkpoints.
-        data_resume: the trainer's setting.
-    """
-    saved = checkpoints.facts
-    if checkpoints.resumed or "restart" in (data_resume, saved.get("data_resume", "restart")):
-        return
-    if "data" in saved:
-        raise ValueError(
-            "`train_on_batch` must come after train() with the same data, which finds the place in "
-            f'it; or pass data_resume="restart"; got {checkpoints.latest}'
-        )
 
 
 class BatchResult(NamedTuple):

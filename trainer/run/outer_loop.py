@@ -35,7 +35,6 @@ from trainer.replay.recorder import keep_overflow
 from trainer.run.adapt import check_trained_as_saved
 from trainer.run.build import check_all_saved
 from trainer.run.gradient_check import check_gradients
-from trainer.run.learning_rates import learning_rates
 from trainer.run.listeners import (
     Evaluations,
     Hooks,
@@ -50,7 +49,7 @@ from trainer.run.lost_worker import (
 )
 from trainer.run.parts import Parts
 from trainer.run.recovery import Recovery
-from trainer.run.reporting import Reporter
+from trainer.run.reporting import Reporter, learning_rates
 from trainer.run.saving import RunSaver
 from trainer.run.stop_signals import StopSignals, end
 from trainer.step.randomness import check_no_stateful_ops

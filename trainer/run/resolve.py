@@ -92,51 +92,21 @@ def resolve_loss(loss_fn: Any, reduction: str = "mean", loss_weights: Any = None
 
 
 def warn_of_conflicts(loss_scale: LossScaleArgument, precision: scaling.Precision) -> None:
-    """Warns, once per process, about settings that are allowed but rarely intended."""
+    """Warns, once per process, about settings with which digits are lost without a word."""
     if loss_scale is None and precision.needs_loss_scale:
         logging.log_first_n(
             logging.WARNING,
-            "loss_scale=None with precision=%r: small gradients are lost to underflow. Use "
-            'loss_scale="dynamic", or "none" if that is what you want.',
+            'loss_scale=None with precision=%r: small gradients underflow; use "dynamic" or "none"',
             1,
             precision.name,
-        )
-
-
-def warn_of_other_policy(precision: scaling.Precision) -> None:
-    """Warns, once per process, if a chosen precision differs from what Keras was set to."""
-    of_keras = keras.config.dtype_policy().name
-    if of_keras not in ("float32", precision.policy):
-        logging.log_first_n(
-            logging.WARNING,
-            "precision=%r replaces Keras's global dtype policy %r in this trainer.",
-            1,
-            precision.name,
-            of_keras,
         )
     if precision.name == "float64" and keras.config.floatx() != "float64":
         logging.log_first_n(
             logging.WARNING,
-            'precision="float64": call keras.config.set_floatx("float64") too, or Keras rounds '
-            "inputs, losses and metrics to %s.",
+            'precision="float64": call keras.config.set_floatx("float64") too; Keras rounds to %s',
             1,
             keras.config.floatx(),
         )
-
-
-def check_recordable(max_records: int, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError if overflows are to be recorded in a run with several processes.
-
-    A record holds every replica's variables, and no process has those of another.
-    """
-    if max_records and strategies.capabilities(strategy).several_processes:
-        raise ValueError(f"`max_records` must be 0 with several processes; got {max_records}")
-
-
-def check_background(background: bool, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError if checkpoints are to be copied to memory that servers do not share."""
-    if background and strategies.is_asynchronous(strategy):
-        raise ValueError("`background` must be False with parameter servers; got True")
 
 
 def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
@@ -146,21 +116,6 @@ def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
     """
     if strategies.capabilities(strategy).several_processes:
         raise ValueError(f"`{name}` works in one process only; got a {type(strategy).__name__}")
-
-
-def check_not_in_train(name: str, running: int | None, *, averaged: bool = False) -> None:
-    """Raises RuntimeError if a method that takes or saves steps is called at a wrong time.
-
-    Args:
-        name: of the method.
-        running: the thread in which `train` takes steps; None if it does not. The steps of both
-            would be counted as one run.
-        averaged: whether the model has averaged weights.
-    """
-    if averaged:
-        raise RuntimeError(f"`averaged_weights` must be left before {name}() is called.")
-    if running is not None:
-        raise RuntimeError(f"`{name}` must not be called while train() runs, as in a hook")
 
 
 @contextlib.contextmanager

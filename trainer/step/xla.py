@@ -4,11 +4,10 @@ XLA fuses operations, so it reads and writes less memory. TensorFlow's own kerne
 of a CPU's instructions for matrix products and convolutions. Which of the two is faster depends on
 the model, the dtype and the device; `jit_compile="auto"` chooses.
 
-Operations that XLA is to compile and cannot are found in the traced graph before the first step.
-
-A layer may say that XLA cannot compile it (`supports_jit`), but `compute_loss` may use layers that
-are no part of the model, `tf.print`, lookup tables or Python functions. TensorFlow would fail at
-the first step, with an error of dozens of lines.
+Operations that XLA is to compile and cannot are found in the traced graph before the first step, so
+that "auto" does without XLA. A layer may say that XLA cannot compile it (`supports_jit`), but
+`compute_loss` may use layers that are no part of the model, `tf.print`, lookup tables or Python
+functions.
 """
 
 import contextlib
@@ -395,27 +394,6 @@ def listed_operations(names: list[str]) -> str:
     """
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(repr, names[:SHOWN])) + more
-
-
-def not_compilable_error(jit_compile: bool | str, names: list[str]) -> ValueError:
-    """Returns the error for a step that XLA was asked to compile and cannot."""
-    of_layers = ", or apply such layers to the data, with Dataset.map"
-    remedy = "" if jit_compile == "update" else of_layers
-    return ValueError(
-        f"`jit_compile` must not be {jit_compile!r} for a step with operations that XLA cannot "
-        f"compile; got {listed_operations(names)}. TensorFlow would fail at the first step. Use "
-        f'"elementwise" or False{remedy}.'
-    )
-
-
-def int32_variables_error(jit_compile: bool | str, names: list[str]) -> ValueError:
-    """Returns the error for a step whose int32 variables XLA's programs cannot reach."""
-    return ValueError(
-        f"`jit_compile` must not be {jit_compile!r} on a GPU for a step with int32 variables; got "
-        f"{listed_operations(names)}. TensorFlow keeps int32 variables in the host's memory, which "
-        'XLA\'s programs for a GPU cannot reach. Create these variables with dtype="int64", or use '
-        '"elementwise" or False.'
-    )
 
 
 def warn_of_int32_variables(names: list[str]) -> None:
