@@ -29,7 +29,7 @@ from turns import (
     write_between,
 )
 
-from trainer.step.measure import global_norm
+from trainer.step.verdict import global_norm
 
 FLAGS = flags.FLAGS
 MODELS = ["mlp", "small_mlp"]

@@ -15,7 +15,7 @@ import scaling
 from proofs.formulas import FLOAT, ROUNDING, formulas_of, is_finite
 from proofs.transition import power_of_two
 from scaling.rules.constant import FixedLossScaleState
-from trainer.step.measure import global_norm
+from trainer.step.verdict import global_norm
 
 DOUBLED = 1 << 23  # one in the exponent of a float32
 SCALE, ZERO = z3.FP("scale", FLOAT), z3.FPVal(0.0, FLOAT)

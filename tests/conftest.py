@@ -102,7 +102,7 @@ NOT_QUICK = (
     "trainer/step/test_batch_norm.py",
     "trainer/step/test_checks.py",
     "trainer/step/test_fused.py",
-    "trainer/step/test_measure.py",
+    "trainer/step/test_verdict.py",
     "trainer/step/test_objective.py",
     "trainer/step/test_randomness.py",
     "trainer/step/test_replica.py",

@@ -8,8 +8,7 @@ import strategies
 from trainer.step import plan_step
 from trainer.step.attempt import positions_by_value
 from trainer.step.held_back import read_values
-from trainer.step.microbatch import PassInputs
-from trainer.step.types import GlobalBatchSize
+from trainer.step.types import GlobalBatchSize, PassInputs
 
 NO_SCALE = scaling.NoLossScale()
 

@@ -13,7 +13,7 @@ LOADER = importlib.machinery.SourceFileLoader("release", str(ROOT / ".ci" / "rel
 release = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", LOADER))
 LOADER.exec_module(release)
 
-TRACKED = [*release.NEEDED, "trainer/step/judge.py", "tests/conftest.py", "pyproject.toml"]
+TRACKED = [*release.NEEDED, "trainer/step/verdict.py", "tests/conftest.py", "pyproject.toml"]
 INFO = "halfstep-0.1.0.dist-info"
 IN_WHEEL = [f"{INFO}/{file}" for file in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")]
 
@@ -46,10 +46,10 @@ def contents(kind):
 def test_a_secret_in_a_committed_file_is_found(kind, text):
     """What looks like a secret stops the release, in whichever file it is."""
     name, content = contents("wheel")
-    content["trainer/step/judge.py"] = b"# " + text.encode()
+    content["trainer/step/verdict.py"] = b"# " + text.encode()
 
     assert release.faults_of_contents(name, content, TRACKED) == [
-        f"{name} has what looks like a {kind} in trainer/step/judge.py"
+        f"{name} has what looks like a {kind} in trainer/step/verdict.py"
     ]
 
 

@@ -16,7 +16,7 @@ from proofs.prove import answer
 from proofs.source import loaded
 from proofs.table import ask_of
 from scaling.ops import gradients as scaled_gradients
-from trainer.step import measure
+from trainer.step import verdict as measure
 
 pytestmark = pytest.mark.thorough
 

@@ -22,10 +22,9 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.base.tracking import tensorflow_variable, tracked, tracked_variables
+from trainer.base.tracking import copies_of, leaves, tensorflow_variable, tracked, tracked_variables
 from trainer.fingerprint import Fingerprint
-from trainer.step.held_back import is_seed_state, leaves
-from trainer.step.rollback import copies_of
+from trainer.step.held_back import is_seed_state
 from trainer.step.types import Variable
 
 COPIES, ARRAYS = "copies.npz", "callbacks.npz"  # files

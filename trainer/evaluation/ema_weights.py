@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.base.tracking import read_copies, write_copies
 from trainer.keras_compat import assign_averages, built_for
 from trainer.step.objective import average_weights
 from trainer.step.plan import StepPlan
-from trainer.step.rollback import read_copies, write_copies
 
 
 def keeps_average(plan: StepPlan) -> bool:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.base.autograph import call_user, without_autograph
-from trainer.base.tracking import tracked_variables
+from trainer.base.tracking import read_copies, tracked_variables, write_copies
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.no_writes import (
     keys_of,
@@ -29,7 +29,6 @@ from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.losses import distinct, losses_and_aux, weighted_sum
 from trainer.step.plan import StepPlan
-from trainer.step.rollback import read_copies, write_copies
 from trainer.step.state import TrainState
 from trainer.step.types import GlobalBatchSize, Model
 from trainer.step.xla import WITH_PASSES

@@ -14,11 +14,10 @@ import tensorflow as tf
 
 from scaling.ops.gradients import at_least_float32
 from trainer.base.autograph import call_user
-from trainer.base.tracking import tracked_variables
+from trainer.base.tracking import read_copies, tracked_variables, write_copies
 from trainer.base.warn_once import warn_once
 from trainer.keras_compat import arguments_of_loss, keras_mask
 from trainer.losses.shapes import keras_loss, name_of
-from trainer.step.rollback import read_copies, write_copies
 
 LossFunction: TypeAlias = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
 

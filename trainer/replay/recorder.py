@@ -17,9 +17,9 @@ import tensorflow as tf
 from absl import logging
 
 from trainer.base.atomic_files import begin_folder, clean_up_folders, publish_folder, remove_folder
+from trainer.base.tracking import copies_of
 from trainer.data.batches import Spec
 from trainer.step.report import StepReport
-from trainer.step.rollback import copies_of
 from trainer.step.types import Batch, Variable
 
 Setting: TypeAlias = dict[str, Any]  # settings (text, numbers, booleans), keyed by name

@@ -12,19 +12,18 @@ import tensorflow as tf
 import scaling
 import strategies
 from scaling.base.argument_checks import shown
+from trainer.base.tracking import copies_of
 from trainer.data.batches import Spec
 from trainer.fingerprint import Fingerprint, diff
 from trainer.replay.layer_probes import probing
 from trainer.replay.recorder import Record, Setting, write_state
 from trainer.step.accumulate import microbatch_inputs
 from trainer.step.attempt import attempt_step, pass_inputs, positions_by_value
-from trainer.step.microbatch import PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
 from trainer.step.report import StepReport, describe_skip
-from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
-from trainer.step.types import GlobalBatchSize, ScaleState, StepInputs, Variable
+from trainer.step.types import GlobalBatchSize, PassInputs, ScaleState, StepInputs, Variable
 from trainer.step.xla import WITH_PASSES
 
 

@@ -17,7 +17,7 @@ from scaling.base.argument_checks import shown
 from scaling.rules.named import format_rule
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
-from trainer.base.tracking import tracked, tracked_variables
+from trainer.base.tracking import copies_of, read_copies, tracked, tracked_variables, write_copies
 from trainer.checkpoint import CheckpointSaver
 from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
@@ -67,7 +67,6 @@ from trainer.step.held_back import held_back_variables
 from trainer.step.losses import split_result
 from trainer.step.objective import single_optimizers
 from trainer.step.randomness import seed_states
-from trainer.step.rollback import copies_of, read_copies, write_copies
 from trainer.step.trace import require_single_attempt, written_variables
 from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, warn_of_plain_step

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
-from trainer.base.tracking import tracked, tracked_variables
+from trainer.base.tracking import copies_of, read_copies, tracked, tracked_variables, write_copies
 from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
@@ -27,7 +27,6 @@ from trainer.run.parts import Parts
 from trainer.run.slots import optimizers_by_item
 from trainer.step.plan import StepPlan, ones
 from trainer.step.report import StepReport, describe_skip, step_of
-from trainer.step.rollback import copies_of, read_copies, write_copies
 from trainer.step.trace import called_functions
 from trainer.step.types import Batch, Variable
 

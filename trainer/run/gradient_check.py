@@ -20,7 +20,7 @@ import scaling
 import strategies
 from strategies.division import cut_rows
 from trainer.base.autograph import call_user
-from trainer.base.tracking import tensorflow_variable
+from trainer.base.tracking import read_copies, tensorflow_variable, write_copies
 from trainer.base.warn_once import listed
 from trainer.data.errors import reason_of
 from trainer.keras_compat import all_layers, differentiable_moments
@@ -28,15 +28,16 @@ from trainer.step.attempt import on_first_replica, positions_by_value, replica_s
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.held_back import HoldBack, read_values
 from trainer.step.losses import added_entries, added_loss, losses_and_aux, weighted_mean
-from trainer.step.microbatch import ComputeLoss, Microbatch, PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
 from trainer.step.randomness import make_keys
-from trainer.step.rollback import read_copies, write_copies
 from trainer.step.trace import written_variables
 from trainer.step.types import (
     Batch,
+    ComputeLoss,
     GlobalBatchSize,
     Gradient,
+    Microbatch,
+    PassInputs,
     ScaleState,
     StepInputs,
     Values,

@@ -19,10 +19,9 @@ from trainer.run.build import check_all_saved
 from trainer.run.listeners import TrainRequest
 from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
-from trainer.step.microbatch import Rows
 from trainer.step.objective import ONLY
 from trainer.step.randomness import check_no_stateful_ops
-from trainer.step.types import Batch
+from trainer.step.types import Batch, Rows
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

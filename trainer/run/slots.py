@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from trainer.base.tracking import read_copies, write_copies
 from trainer.checkpoint.warm_start import weights_of
 from trainer.keras_compat import MultiOptimizer, build_again, built_for, inner_optimizer
 from trainer.run.parts import Slot, Slots
 from trainer.step.objective import optimizers_in
-from trainer.step.rollback import read_copies, write_copies
 from trainer.step.types import Optimizers, Variable
 
 if TYPE_CHECKING:

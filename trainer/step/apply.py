@@ -16,14 +16,14 @@ errors cancel.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 import strategies
 from trainer.base.autograph import call_user
-from trainer.base.tracking import tensorflow_variable
+from trainer.base.tracking import Copies, tensorflow_variable
 from trainer.keras_compat import (
     MultiOptimizer,
     atomic_update_count,
@@ -38,10 +38,16 @@ from trainer.keras_compat import (
 from trainer.step.diagnose import ReplicaResult
 from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.plan import StepPlan, UpdateGroup
-from trainer.step.rollback import Before
 from trainer.step.trace import ByHandle
 from trainer.step.types import Gradient, Values, Variable
 from trainer.step.xla import compiled_update
+
+
+class Before(NamedTuple):
+    """What forward and backward passes write themselves, with the values from before the step."""
+
+    variables: list[Variable | ByHandle]
+    copies: Copies
 
 
 def apply_on_all(

@@ -18,10 +18,16 @@ import strategies
 from scaling.base.argument_checks import shown
 from scaling.rules.rule import select_state
 from trainer.base.autograph import call_user, without_autograph
-from trainer.step.accumulate import accumulate, microbatch_inputs, real_examples
-from trainer.step.apply import apply_in_replica, apply_on_all, assign_held_back, optimizers_prepared
+from trainer.base.tracking import read_copies, write_copies
+from trainer.step.accumulate import accumulate, microbatch_inputs, real_examples, sum_over_replicas
+from trainer.step.apply import (
+    Before,
+    apply_in_replica,
+    apply_on_all,
+    assign_held_back,
+    optimizers_prepared,
+)
 from trainer.step.checks import check_weights
-from trainer.step.clip import clip
 from trainer.step.diagnose import (
     Evidence,
     Finding,
@@ -33,24 +39,23 @@ from trainer.step.diagnose import (
 from trainer.step.float8 import with_own_scales
 from trainer.step.float8_counts import measure_float8
 from trainer.step.held_back import frozen_or_unfrozen, read_values
-from trainer.step.judge import judge, stay_finite
-from trainer.step.measure import global_norm, measure
-from trainer.step.microbatch import Microbatch, PassInputs, Rows
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source, make_keys
-from trainer.step.reduce import sum_over_replicas
 from trainer.step.report import Outcome, StepReport, outcome_spec
-from trainer.step.rollback import Before, read_copies, write_copies
 from trainer.step.state import TrainState
 from trainer.step.trace import ByHandle, forbid_writes, note_attempt, written_variables
 from trainer.step.types import (
     Batch,
     GlobalBatchSize,
+    Microbatch,
+    PassInputs,
+    Rows,
     ScaleState,
     StepInputs,
     Values,
     Variable,
 )
+from trainer.step.verdict import clip, global_norm, judge, measure, stay_finite
 from trainer.step.xla import adds_in_rows, check_microbatches, compiled_step
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
@@ -361,17 +366,15 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
     assigned = {at: value for at, value in reduced.written.items() if at not in local.replaced}
     replaced = {at: value for at, value in reduced.written.items() if at in local.replaced}
     statistics_finite = stay_finite(assigned, before)
-    verdict = judge(
-        losses_finite=reduced.table.losses_finite,
-        statistics_finite=statistics_finite & stay_finite(replaced, before),
-        gradient_norm=gradient_norm,
-        max_magnitude=measured.max_magnitude,
-    )
     outcome = Outcome(
         loss=reduced.total.loss,
         regularization_loss=reduced.total.regularization_loss,
         gradient_norm=gradient_norm,
-        grads_finite=verdict.grads_finite,
+        grads_finite=judge(
+            losses_finite=reduced.table.losses_finite,
+            statistics_finite=statistics_finite & stay_finite(replaced, before),
+            gradient_norm=gradient_norm,
+        ),
         **no_finding()._asdict(),
         **measured._asdict(),
         **measure_float8(reduced, before, plan.float8)._asdict(),

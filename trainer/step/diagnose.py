@@ -10,10 +10,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 import scaling
-from trainer.step.measure import count_nonfinite, gradient_values, half_squared_norm
-from trainer.step.microbatch import NonfiniteFlags, Rows
 from trainer.step.report import Outcome
-from trainer.step.types import Batch, Gradient, ScaleState, Values
+from trainer.step.types import Batch, Gradient, NonfiniteFlags, Rows, ScaleState, Values
+from trainer.step.verdict import count_nonfinite, gradient_values, half_squared_norm
 
 CONCISE_HEALTH = 3  # the mode of TensorFlow's summary that counts inf and NaN
 

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 import strategies
 from scaling.float8 import losses_of_cast
+from trainer.step.accumulate import Reduced
 from trainer.step.float8 import FORMATS, Float8Tensor
-from trainer.step.reduce import Reduced
 from trainer.step.types import Values
 
 COUNTS = 3  # numbers that saturate, numbers that become 0, and all numbers

@@ -27,8 +27,7 @@ from scaling.base.argument_checks import shown
 from strategies.division import first_row
 from trainer.base.argument_checks import as_returned_loss, check_choice
 from trainer.keras_compat import added_losses_kept
-from trainer.step.microbatch import Microbatch, PassInputs
-from trainer.step.types import GlobalBatchSize, Model
+from trainer.step.types import GlobalBatchSize, Microbatch, Model, PassInputs
 
 Tree = TypeVar("Tree")
 

@@ -3,8 +3,7 @@
 It also casts a weight once for all iterations of a loop, such as the steps in time of an RNN.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -203,46 +202,6 @@ def frozen_or_unfrozen(planned: Sequence[Variable], model: Model) -> list[str] |
 def is_seed_state(variable: keras.Variable) -> bool:
     """Returns whether a variable is the state of a seed generator."""
     return str(variable.name) == "seed_generator_state"
-
-
-def leaves(root: Any, outer: tuple[Any, ...] = ()) -> list[Any]:
-    """Returns the objects in nested containers; anything that is not a container is a leaf.
-
-    Args:
-        root: an object.
-        outer: the containers in which it is. One that holds itself is not entered again.
-    """
-    kind = container_kind(root.__class__)
-    if kind is None:
-        return [root]
-    if any(root is each for each in outer):
-        return []
-    found: list[Any] = []
-    for item in root.values() if kind is Mapping else root:
-        # Most items are leaves, and a call of this function for each takes most of the time.
-        is_leaf = container_kind(item.__class__) is None
-        found += [item] if is_leaf else leaves(item, (*outer, root))
-    return found
-
-
-@functools.cache
-def container_kind(cls: type) -> type | None:
-    """Returns `Mapping` or `Sequence` for a class of containers; asking objects takes longer."""
-    if issubclass(cls, Mapping):
-        return Mapping
-    return Sequence if issubclass(cls, (list, tuple, set)) else None
-
-
-def with_held(root: Any, kind: type) -> list[Any]:
-    """Returns an object and the objects of a kind that it holds in attributes, at any depth."""
-    found: dict[int, Any] = {}
-    waiting = [root]
-    while waiting:
-        one = waiting.pop(0)
-        if id(one) not in found:
-            found[id(one)] = one
-            waiting += [item for item in leaves(vars(one)) if isinstance(item, kind)]
-    return list(found.values())
 
 
 class LoopCasts:

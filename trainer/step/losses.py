@@ -31,9 +31,8 @@ from trainer.base.trace_apart import is_apart
 from trainer.base.warn_once import warn_once
 from trainer.keras_compat import all_layers, layer_that_added, outputs_of_called, replaced_calls
 from trainer.step.gather import scalar_loss
-from trainer.step.microbatch import MicrobatchPlan
 from trainer.step.objective import ONLY, Objective
-from trainer.step.types import Aux, Batch, GlobalBatchSize
+from trainer.step.types import Aux, Batch, GlobalBatchSize, MicrobatchPlan
 
 REMEDY = (
     "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "

@@ -8,9 +8,8 @@ import tensorflow as tf
 
 import strategies
 from scaling.base.argument_checks import shown
-from trainer.base.tracking import name_of_variable
+from trainer.base.tracking import name_of_variable, with_held
 from trainer.keras_compat import MultiOptimizer
-from trainer.step.held_back import with_held
 from trainer.step.types import Model, Variable
 from trainer.step.updates import Updates
 

@@ -66,17 +66,21 @@ from trainer.step.losses import (
     warn_of_forgotten_losses,
     weighted_mean,
 )
-from trainer.step.measure import count_nonfinite
-from trainer.step.microbatch import (
+from trainer.step.trace import any_depends, functions_of_one_precision
+from trainer.step.types import (
+    Aux,
+    Batch,
     Contribution,
+    Gradient,
     Microbatch,
     MicrobatchPlan,
+    Model,
     NonfiniteFlags,
     PassInputs,
     Rows,
+    Values,
 )
-from trainer.step.trace import any_depends, functions_of_one_precision
-from trainer.step.types import Aux, Batch, Gradient, Model, Values
+from trainer.step.verdict import count_nonfinite
 
 
 @differentiable_moments()  # rematerialized layers run again in the backward pass

@@ -25,14 +25,6 @@ from trainer.step.gather import (
     check_no_weights,
 )
 from trainer.step.held_back import held_back_variables
-from trainer.step.microbatch import (
-    ComputeLoss,
-    Differentiate,
-    Kept,
-    Microbatch,
-    MicrobatchPlan,
-    PassInputs,
-)
 from trainer.step.objective import (
     Objective,
     check_updates,
@@ -42,8 +34,19 @@ from trainer.step.objective import (
 )
 from trainer.step.passes import differentiate
 from trainer.step.randomness import seed_states
+from trainer.step.report import Kept
 from trainer.step.skips import Skips
-from trainer.step.types import Aux, Batch, Model, Variable
+from trainer.step.types import (
+    Aux,
+    Batch,
+    ComputeLoss,
+    Differentiate,
+    Microbatch,
+    MicrobatchPlan,
+    Model,
+    PassInputs,
+    Variable,
+)
 from trainer.step.updates import Updates
 from trainer.step.xla import (
     ONE_REPLICA,

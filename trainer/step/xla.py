@@ -22,10 +22,9 @@ from absl import logging
 import strategies
 from trainer.base.argument_checks import check_choice
 from trainer.keras_compat import all_layers, has_xla_kernel
-from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
 from trainer.step.report import PackedReport, StepReport, packed
 from trainer.step.trace import called_functions
-from trainer.step.types import Batch, Gradient, Model
+from trainer.step.types import Batch, Differentiate, Gradient, Microbatch, Model, PassInputs
 
 UpdateFunction: TypeAlias = Callable[[list[Gradient]], None]
 StepFunction: TypeAlias = Callable[[Batch, tf.Tensor], StepReport]

@@ -1,9 +1,19 @@
 """What TensorFlow and Keras track is found, each object once, and nothing else."""
 
 import keras
+import numpy as np
+import pytest
 import tensorflow as tf
+from helpers import copies
 
-from trainer.base.tracking import tracked, tracked_variables
+from trainer.base.tracking import (
+    copies_of,
+    leaves,
+    read_copies,
+    tracked,
+    tracked_variables,
+    write_copies,
+)
 
 
 class Plain:
@@ -39,3 +49,68 @@ def test_circles_end():
     module = tf.Module()
     module.own = [module]
     assert sum(item is module for item in tracked(module)) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("kind", ["keras", "mean", "on read"])
+def test_copies_are_written_back_bit_for_bit(mirrored, replicas, kind):
+    """L6: every replica's copy gets its own bits back, although the mean of three equal float32 numbers
+    can differ from them.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    on_read = tf.VariableSynchronization.ON_READ
+    with strategy.scope():
+        variable = {
+            "keras": lambda: keras.Variable(0.9, trainable=False),
+            "mean": lambda: tf.Variable(0.9, aggregation=tf.VariableAggregation.MEAN),
+            "on read": lambda: tf.Variable(
+                0.9,
+                trainable=False,
+                synchronization=on_read,
+                aggregation=tf.VariableAggregation.SUM,
+            ),
+        }[kind]()
+    if kind == "on read":
+        for index, copy in enumerate(copies_of(variable, strategy)):
+            copy.assign(0.9 + index)
+    before = [copy.tobytes() for copy in copies(variable)]
+
+    @tf.function
+    def step():
+        values = read_copies([variable], strategy)
+        for copy in copies_of(variable, strategy):
+            copy.assign(np.nan)
+        return write_copies([variable], values, strategy)
+
+    assert step()
+    assert [copy.tobytes() for copy in copies(variable)] == before
+    assert len(before) == replicas
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        (1, [1]),
+        ([1, (2, {"a": 3, "b": [4]})], [1, 2, 3, 4]),
+        ({"a": {}}, []),
+        ("text", ["text"]),
+    ],
+)
+def test_leaves(root, expected):
+    """Containers are flattened to any depth; anything else is a leaf."""
+    assert leaves(root) == expected
+
+
+def test_a_container_that_holds_itself_ends():
+    """It is entered once, and one that stands in two places is entered twice."""
+    around, twice = [1], [2]
+    around += [{"again": around}, twice, (twice,)]
+
+    assert leaves(around) == [1, 2, 2]
+
+
+def test_an_array_is_not_a_container():
+    """A NumPy array is one item."""
+    array = np.zeros(3)
+
+    assert leaves([array])[0] is array

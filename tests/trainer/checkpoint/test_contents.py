@@ -12,6 +12,7 @@ import tensorflow as tf
 from helpers import Linear, linear_model, slopes
 
 import scaling
+from trainer.base.tracking import copies_of
 from trainer.checkpoint.contents import (
     ARRAYS,
     Contents,
@@ -25,7 +26,6 @@ from trainer.checkpoint.contents import (
     split,
     write_arrays,
 )
-from trainer.step.rollback import copies_of
 
 
 def test_a_variable_without_a_value_is_an_error(tmp_path):

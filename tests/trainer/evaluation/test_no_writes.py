@@ -7,8 +7,7 @@ import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
 
 from trainer import Trainer
-from trainer.base.tracking import tracked_variables
-from trainer.step.rollback import read_copies
+from trainer.base.tracking import read_copies, tracked_variables
 
 pytestmark = pytest.mark.sampled
 

@@ -12,9 +12,8 @@ from helpers import Linear, all_copies, assert_same_bits, copies, slopes
 
 import scaling
 from trainer import Checkpoints, Skips, Trainer, TrainingStuckError, find_batch_size
-from trainer.base.tracking import tracked_variables
+from trainer.base.tracking import read_copies, tracked_variables
 from trainer.run.dry_run import activation_bytes, memory_of, state_restored
-from trainer.step.rollback import read_copies
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 

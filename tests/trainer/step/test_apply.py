@@ -14,6 +14,7 @@ from plans import Pair, keras_model, plan_of
 from trainer import Updates
 from trainer.step import TrainState, attempt_step
 from trainer.step.apply import (
+    Before,
     apply_gradients,
     assign_held_back,
     average_unsynchronized,
@@ -21,7 +22,6 @@ from trainer.step.apply import (
     fused_updates,
     optimizers_prepared,
 )
-from trainer.step.rollback import Before
 
 pytestmark = pytest.mark.sampled
 

@@ -20,7 +20,7 @@ from trainer.step.diagnose import (
     own_row,
     squares_overflow,
 )
-from trainer.step.microbatch import NonfiniteFlags
+from trainer.step.types import NonfiniteFlags
 
 INF, NAN = np.inf, np.nan
 REPLICAS, VARIABLES = 3, 2

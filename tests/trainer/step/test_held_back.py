@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import Monitoring, Trainer
-from trainer.step.held_back import HoldBack, LoopCasts, held_back_variables, is_seed_state, leaves
+from trainer.step.held_back import HoldBack, LoopCasts, held_back_variables, is_seed_state
 
 
 def model():
@@ -201,35 +201,6 @@ def test_variables_of_metrics_are_not_held_back_but_those_that_they_watch_are():
 
     assert found == {id(variable) for variable in held_back_variables(made)}
     assert id(metric.watched) in found
-
-
-@pytest.mark.parametrize(
-    ("root", "expected"),
-    [
-        (1, [1]),
-        ([1, (2, {"a": 3, "b": [4]})], [1, 2, 3, 4]),
-        ({"a": {}}, []),
-        ("text", ["text"]),
-    ],
-)
-def test_leaves(root, expected):
-    """Containers are flattened to any depth; anything else is a leaf."""
-    assert leaves(root) == expected
-
-
-def test_a_container_that_holds_itself_ends():
-    """It is entered once, and one that stands in two places is entered twice."""
-    around, twice = [1], [2]
-    around += [{"again": around}, twice, (twice,)]
-
-    assert leaves(around) == [1, 2, 2]
-
-
-def test_an_array_is_not_a_container():
-    """A NumPy array is one item."""
-    array = np.zeros(3)
-
-    assert leaves([array])[0] is array
 
 
 class Both(keras.layers.Layer):

@@ -12,8 +12,8 @@ from helpers import attempt, copies, imitate_servers, reset_step_count
 import scaling
 from scaling import Cause
 from trainer import Skips, Trainer, Updates
+from trainer.base.tracking import read_copies, write_copies
 from trainer.step.objective import ONLY, check_updates, objectives_of
-from trainer.step.rollback import read_copies, write_copies
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1)]
 

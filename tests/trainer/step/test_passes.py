@@ -18,7 +18,6 @@ from plans import Pair, keras_model, pass_inputs_of, plan_of
 
 from trainer import Losses, Monitoring, Trainer
 from trainer.base.warn_once import warn_once
-from trainer.step.microbatch import Contribution
 from trainer.step.passes import (
     as_dense,
     check_some_gradient,
@@ -30,6 +29,7 @@ from trainer.step.passes import (
     written_by,
 )
 from trainer.step.plan import microbatch_plan
+from trainer.step.types import Contribution
 
 pytestmark = pytest.mark.sampled
 

@@ -1,30 +1,40 @@
-"""Recorded gradients of a run, and rules simulated on the record."""
+"""The verdict: measurements of gradients, also of whole runs whose record is simulated; what is applied;
+and clipping.
+"""
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 
 import access
+import generators
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from access import untuned
 from helpers import Linear, slopes
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import scaling
 from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
 from scaling.telemetry.record import read_record
 from scaling.telemetry.simulate_rules import best_fixed_scale, compare, simulate_rule
-from trainer import Checkpoints, Monitoring
-from trainer.step.measure import (
+from trainer import Checkpoints, Monitoring, Updates
+from trainer.step.verdict import (
+    clip,
     count_nonfinite,
+    global_norm,
     gradient_values,
     half_squared_norm,
     half_squared_norm_in_rows,
+    judge,
     measure,
+    stay_finite,
 )
 
 pytestmark = pytest.mark.sampled
@@ -332,3 +342,147 @@ def test_count_nonfinite():
     assert count_nonfinite(values).numpy().tolist() == [3, 1]
     assert count_nonfinite(tf.zeros([0])).numpy().tolist() == [0, 0]
     assert count_nonfinite(tf.constant([1, 2])).numpy().tolist() == [0, 0]  # a trainable count
+
+
+NORMS = [0.0, 1.0, float(np.finfo(np.float32).max), math.inf, math.nan]
+
+
+def verdict_of(*, losses=True, statistics=True, norm=1.0):
+    """The verdict on plain Python values."""
+    return judge(
+        losses_finite=tf.constant(losses),
+        statistics_finite=tf.constant(statistics),
+        gradient_norm=tf.constant(norm, tf.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "statistics", "norm"),
+    list(itertools.product([True, False], [True, False], NORMS)),
+)
+def test_truth_table(losses, statistics, norm):
+    """L5: a step is applied if the losses, the statistics and the gradient norm are all finite, and
+    skipped if any of them is not.
+    """
+    verdict = verdict_of(losses=losses, statistics=statistics, norm=norm)
+
+    assert verdict.numpy() == (losses and statistics and math.isfinite(norm))
+    assert verdict.shape == ()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    place=st.integers(0, 19),
+    value=st.sampled_from([1.0, 1e18, 1e25, math.inf, -math.inf, math.nan]),
+)
+@example([1], 0, math.nan)  # the only element
+@example([3, 2], 4, math.inf)  # the last one
+@example([2], 1, 1e25)  # a finite element whose square overflows
+def test_one_bad_element_is_enough(sizes, place, value):
+    """L5: one inf, one NaN or one element whose square overflows float32, at any place in any
+    gradient, skips the step.
+    """
+    flat = np.ones(sum(sizes), np.float32)
+    flat[place % len(flat)] = value
+    gradients = [tf.constant(part) for part in np.split(flat, np.cumsum(sizes)[:-1])]
+    verdict = verdict_of(norm=global_norm(gradients))
+
+    assert verdict.numpy() == (value in (1.0, 1e18))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "finite"),
+    [
+        (0.0, 1.0, True),
+        (0.0, math.inf, False),
+        (0.0, -math.inf, False),
+        (0.0, math.nan, False),
+        (math.inf, 1.0, True),
+        (math.inf, math.inf, True),  # it was infinite before
+        (math.nan, math.inf, True),
+    ],
+)
+def test_a_statistic_must_not_become_bad(before, after, finite):
+    """A variable that would go from finite to inf or NaN skips the step; one that was bad does not."""
+    values = {"1": tf.constant(before)}
+
+    assert stay_finite({"1": tf.constant(after)}, values).numpy() == finite
+
+
+def test_every_written_float_counts():
+    """One bad element of one variable is enough; integers and unwritten variables do not count."""
+    before = {"0": tf.constant([0.0, 0.0]), "1": tf.constant(0), "3": tf.constant(0.0)}
+    good = {"0": tf.constant([1.0, 2.0]), "1": tf.constant(7), "3": tf.constant(1.0)}
+
+    assert stay_finite(good, before).numpy()
+    assert not stay_finite(good | {"0": tf.constant([1.0, math.nan])}, before).numpy()
+    assert not stay_finite(good | {"3": tf.constant(math.inf)}, before).numpy()
+    assert stay_finite({"1": tf.constant(7)}, before).numpy()
+    assert stay_finite({}, before).numpy()
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.one_of(st.none(), generators.gradients()), min_size=1, max_size=4),
+    st.sampled_from([0.01, 1.0, 100.0]),
+)
+def test_clipping_bounds_the_norm_and_keeps_the_direction(gradients, clipnorm):
+    """L9: for any list of dense, sparse and missing gradients, the norm is that of the dense
+    gradient. After clipping it is at most the bound; below the bound gradients stay unchanged.
+    Norms agree to n rounding errors.
+    """
+    gradients = [gradient for gradient in gradients if gradient is not None] or [tf.constant([1.0])]
+    gradients = scaling.unscale_gradients([*gradients, None], scaling.NoLossScale().initial_state())
+    dense = np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in gradients[:-1]])
+    norm = global_norm(gradients)
+    *clipped, missing = clip(gradients, norm, Updates(global_clipnorm=clipnorm))
+    ours = np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in clipped])
+    expected = np.linalg.norm(dense.astype(np.float64))
+    tolerance = 2 * len(dense) * float(np.finfo(np.float32).eps)
+
+    assert missing is None
+    assert float(norm) == pytest.approx(expected, rel=tolerance, abs=1e-30)
+    if float(norm) <= clipnorm:
+        np.testing.assert_array_equal(ours, dense)
+    else:
+        np.testing.assert_allclose(ours, dense * (clipnorm / expected), rtol=tolerance)
+
+
+SPARSE_12 = tf.IndexedSlices(tf.constant([[12.0]]), tf.constant([1]), tf.constant([3, 1]))
+GRADIENTS = [tf.constant([3.0]), None, tf.constant([-4.0]), SPARSE_12]  # global norm 13
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        (Updates(), [3.0, -4.0, 12.0]),
+        (Updates(global_clipnorm=6.5), [1.5, -2.0, 6.0]),
+        (Updates(global_clipnorm=13.0), [3.0, -4.0, 12.0]),
+        (Updates(clipnorm=4.0), [3.0, -4.0, 4.0]),
+        (Updates(clipvalue=3.5), [3.0, -3.5, 3.5]),
+    ],
+    ids=str,
+)
+def test_each_bound(bound, expected):
+    """L9: a bound applies to all gradients together, to each of them, or to each element; missing
+    gradients stay missing and sparse ones sparse.
+    """
+    first, missing, second, sparse = clip(GRADIENTS, tf.constant(13.0), bound)
+
+    assert missing is None
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert (sparse.indices.numpy().tolist(), sparse.dense_shape.numpy().tolist()) == ([1], [3, 1])
+    found = [float(first[0]), float(second[0]), float(sparse.values[0, 0])]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "clipvalue", "global_clipnorm"])
+@pytest.mark.parametrize("bound", [2.0**-126, 2.0**63])
+def test_the_outermost_bounds_keep_gradients_finite(name, bound):
+    """No gradient that passes the verdict becomes inf, NaN or larger by clipping."""
+    for gradient in ([2.0**63, -(2.0**62)], [2.0**-126, 0.0], [0.0, 0.0]):
+        before = [tf.constant(gradient)]
+        [after] = clip(before, global_norm(before), Updates(**{name: bound}))
+
+        assert np.isfinite(after).all()
+        assert (np.abs(after) <= np.abs(before[0])).all()
