@@ -5,6 +5,9 @@ any place.
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import copies
+
+from trainer import Trainer
 
 EXAMPLES = 6  # divisible by 1, 2 and 3 replicas
 PLACES = [
@@ -15,6 +18,17 @@ PLACES = [
     "unscaling",
 ]  # where an inf or NaN first appears
 OPTIMIZERS = ["momentum", "adamw"]
+
+
+def on_read_variable():
+    """A variable of which each replica may write its own copy."""
+    return tf.Variable(
+        0.0,
+        trainable=False,
+        name="raw",
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.MEAN,
+    )
 
 
 class OwnAverage(keras.layers.Layer):
@@ -28,13 +42,7 @@ class OwnAverage(keras.layers.Layer):
         self.average = self.add_weight(name="own_average", **zero)
         self.mean = self.add_weight(name="mean_aggregated", aggregation="mean", **zero)
         self.calls = self.add_weight(name="calls", dtype="int32", **zero)
-        self.raw = tf.Variable(
-            0.0,
-            trainable=False,
-            name="raw",
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.MEAN,
-        )
+        self.raw = on_read_variable()
 
     def call(self, inputs):
         """Updates all of them; returns the inputs."""
@@ -75,6 +83,92 @@ def losses(model, batch):
     outputs = tf.cast(model(batch["x"], training=True), tf.float32)[:, 0]
     bias = tf.convert_to_tensor(model.layers[-1].bias)
     return outputs + (bias - tf.stop_gradient(bias)) * batch["gradient"] + batch["loss"]
+
+
+class State:
+    """The model, the optimizer, a metric, and a random generator and a counter of the user's. It is
+    made in the strategy's scope.
+
+    Attributes:
+        noise: the losses are multiplied by random numbers that are at most so far from 1.
+    """
+
+    noise = 0.0
+
+    def create(self):
+        """Creates the user's variables."""
+        self.generator = tf.random.Generator.from_seed(1)
+        self.seen = {1: [on_read_variable()]}
+
+    def compute_loss(self, batch, training):
+        """Draws random numbers and counts, in addition to the model's writes."""
+        del training
+        drawn = self.generator.uniform(tf.shape(batch["x"])[:1], -self.noise, self.noise or 1.0)
+        self.seen[1][0].assign_add(drawn[0])
+        factor = 1.0 + drawn if self.noise else 1.0
+        return losses(self.model, batch) * factor, batch["x"][:, 0]
+
+    def update_metrics(self, batch, aux):
+        """Updates the mean."""
+        del batch
+        self.metrics["mean"].update_state(aux)
+
+    def moving(self):
+        """Every variable a step could move, except the loss scale and the counts."""
+        return [
+            *self.model.variables,
+            *self.optimizer.variables,
+            *self.metrics["mean"].variables,
+            self.model.layers[2].raw,
+            self.generator.state,
+            self.seen[1][0],
+        ]
+
+
+class Everything(State, Trainer):
+    """A trainer of it."""
+
+    def __init__(self, optimizer_name, **arguments):
+        """Creates the user's variables in the strategy's scope."""
+        super().__init__(verbose=False, **arguments)
+        self.optimizer_name = optimizer_name
+        with self.strategy.scope():
+            self.create()
+
+    def build_model(self):
+        """See above."""
+        return build_model()
+
+    def build_optimizer(self):
+        """See above."""
+        return build_optimizer(self.optimizer_name)
+
+    def build_metrics(self):
+        """Returns a mean."""
+        return {"mean": keras.metrics.Mean()}
+
+
+def bits(variables):
+    """Every copy of every variable, by place and name."""
+    return {
+        f"{place} {getattr(variable, 'path', variable.name)} copy {copy}": value.tobytes()
+        for place, variable in enumerate(variables)
+        for copy, value in enumerate(copies(variable))
+    }
+
+
+def moved(before, after):
+    """The names whose bits differ."""
+    assert before.keys() == after.keys()
+    return [name for name in before if before[name] != after[name]]
+
+
+def restore(variables, values):
+    """Restores the values of variables, copy by copy."""
+    for variable, old in zip(variables, values, strict=True):
+        inner = variable.value if isinstance(variable, keras.Variable) else variable
+        for copy, value in zip(getattr(inner, "values", [inner]), old, strict=True):
+            copy.assign(value)
 
 
 def batch(place=None, replica=0, replicas=1, seed=0, scale=2.0**15):

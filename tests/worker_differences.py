@@ -1,7 +1,8 @@
 """The program of a worker: calls that differ between the two workers of a job, in turn.
 
 python worker_differences.py OUT. Each process writes `OUT/INDEX.json`: the error of each call, or
-None. Every call must end on both workers, so that the next one finds them together.
+None. Every call must end on both workers, so that the next one finds them together. Then come the
+predictions in each of `DTYPES`, and the error of a run of which a hook fails on the second worker.
 """
 
 import json
@@ -20,9 +21,25 @@ import tensorflow as tf
 import strategies
 
 X = np.arange(64, dtype=np.float32)[:, None]
+DTYPES = ("bool", "uint8", "bfloat16", "string")
 
 
-def made(strategy, **settings):
+class Ending(Trainer):
+    """Predicts in a dtype, and fails on the second worker."""
+
+    dtype = ""
+
+    def predict_batch(self, batch):
+        """The numbers in the dtype, or as text."""
+        return tf.as_string(batch) if self.dtype == "string" else tf.cast(batch, self.dtype)
+
+    def on_loop_end(self, step):
+        """Fails."""
+        if self.strategy.cluster_resolver.task_id == 1 and step == 2:
+            raise KeyError("a bug")
+
+
+def made(strategy, kind=Trainer, **settings):
     """Returns a trainer."""
     defaults = {
         "model": lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
@@ -31,7 +48,7 @@ def made(strategy, **settings):
         "seed": 0,
         "verbose": False,
     }
-    return Trainer(strategy=strategy, **(defaults | settings))
+    return kind(strategy=strategy, **(defaults | settings))
 
 
 def calls(rank, strategy, out):
@@ -86,7 +103,20 @@ def main():
             found[name] = None
         except ValueError as error:
             found[name] = str(error)
+    for dtype in DTYPES:
+        trainer = made(strategy, Ending, metrics=["mae"], model_dir=out / "ends", steps_per_loop=1)
+        trainer.dtype = dtype
+        try:
+            outputs = trainer.predict(X[:10], global_batch=4)
+            found[dtype] = [str(outputs.dtype), outputs.astype(float).ravel().tolist()]
+        except TypeError as error:
+            found[dtype] = str(error)
+    try:
+        trainer.train((X[:8], X[:8]), steps=4, global_batch=4)
+    except Exception as error:  # noqa: BLE001  # the test looks at it
+        found["end"] = type(error).__name__
     (out / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # the other worker does not wait for this one
 
 
 if __name__ == "__main__":

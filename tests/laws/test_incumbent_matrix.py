@@ -81,10 +81,7 @@ class Incumbent:
     def restore(self):
         """Restores the state after the good step, copy by copy."""
         for group, values in self.good.items():
-            for variable, olds in zip(self.groups()[group], values, strict=True):
-                inner = variable.value if isinstance(variable, keras.Variable) else variable
-                for copy, old in zip(getattr(inner, "values", [inner]), olds, strict=True):
-                    copy.assign(old)
+            everything.restore(self.groups()[group], values)
         self.optimizer.dynamic_scale.assign(SCALE)
         for group, found in outcomes(self.good, self.snapshot()).items():
             assert set(found) == {"kept"}, group

@@ -2,18 +2,18 @@
 
 import access
 import everything
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from access import untuned
+from everything import moved
 from helpers import Linear, attempt, copies, reset_step_count, slopes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scaling
 from scaling import Cause
-from trainer import Skips, Totals, Trainer
+from trainer import Skips, Totals
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
 
@@ -26,75 +26,25 @@ MAX_RETRIES = 5
 OVERFLOWS = [1, MAX_RETRIES]
 
 
-class Everything(Trainer):
-    """A model in which every kind of variable moves, with a random generator and a counter of the
-    user's.
-    """
+class Everything(everything.Everything):
+    """It draws numbers that the losses depend on."""
+
+    noise = 0.25
 
     def __init__(self, optimizer_name, on_overflow="retry", **arguments):
-        """Creates the user's variables in the strategy's scope."""
+        """Sets the rule."""
         skips = Skips(on_overflow=on_overflow, max_retries=MAX_RETRIES)
-        super().__init__(loss_scale=RULE, skips=skips, seed=0, verbose=False, **arguments)
-        self.optimizer_name = optimizer_name
-        with self.strategy.scope():
-            self.generator = tf.random.Generator.from_seed(1)
-            self.seen = tf.Variable(
-                0.0,
-                trainable=False,
-                synchronization=tf.VariableSynchronization.ON_READ,
-                aggregation=tf.VariableAggregation.MEAN,
-            )
-
-    def build_model(self):
-        """See `everything`."""
-        return everything.build_model()
-
-    def build_optimizer(self):
-        """See `everything`."""
-        return everything.build_optimizer(self.optimizer_name)
-
-    def compute_loss(self, batch, training):
-        """Draws random numbers that the losses depend on and counts, in addition to the model's
-        writes.
-        """
-        drawn = self.generator.uniform(tf.shape(batch["x"])[:1])
-        self.seen.assign_add(drawn[0])
-        return everything.losses(self.model, batch) * (0.75 + 0.5 * drawn), batch["x"][:, 0]
-
-    def build_metrics(self):
-        """Returns a mean."""
-        return {"mean": keras.metrics.Mean()}
-
-    def update_metrics(self, batch, aux):
-        """Updates the mean."""
-        self.metrics["mean"].update_state(aux)
-
-    def moving(self):
-        """Every variable a step could move, except the loss scale and the counts."""
-        return [
-            *self.model.variables,
-            *self.optimizer.variables,
-            *self.metrics["mean"].variables,
-            self.model.layers[2].raw,
-            self.generator.state,
-            self.seen,
-        ]
+        super().__init__(optimizer_name, loss_scale=RULE, skips=skips, seed=0, **arguments)
 
     def bits(self):
-        """The bytes of every copy of these variables by place and name, and of the rule's state."""
+        """The bytes of every copy of all variables by place and name, and of the rule's state."""
         state = access.state(self).loss_scaler.state._asdict()
-        return {f"state {name}": value.numpy().tobytes() for name, value in state.items()} | {
-            f"{place} {getattr(variable, 'path', variable.name)} copy {copy}": value.tobytes()
-            for place, variable in enumerate(self.moving())
-            for copy, value in enumerate(copies(variable))
-        }
+        scale = {f"state {name}": value.numpy().tobytes() for name, value in state.items()}
+        return scale | everything.bits(self.moving())
 
     def start_over(self, values, state):
         """Restores every copy, resets the step count and sets the rule's state."""
-        for variable, old in zip(self.moving(), values, strict=True):
-            inner = variable.value if isinstance(variable, keras.Variable) else variable
-            for copy, value in zip(getattr(inner, "values", [inner]), old, strict=True):
-                copy.assign(value)
+        everything.restore(self.moving(), values)
         access.state(self).loss_scaler.assign(state)
         reset_step_count(access.state(self))
 
@@ -104,12 +54,6 @@ class Everything(Trainer):
         """
         for report in attempt(self, batches):
             yield report._replace(step=0), self.bits()
-
-
-def differ(before, after):
-    """The names whose bits differ."""
-    assert before.keys() == after.keys()
-    return [name for name in before if before[name] != after[name]]
 
 
 def overflowing(times, place, replica=0, replicas=1):
@@ -187,10 +131,10 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale(
     scale = RULE.initial_scale / 2**times
     assert [report.loss_scale for report, _ in retried] == [scale, scale, scale, 2 * scale]
     assert all(report.grads_finite for report, _ in retried)
-    assert len(differ(before, retried[0][1])) > len(before) / 2
+    assert len(moved(before, retried[0][1])) > len(before) / 2
     for (report, bits), (expected_report, expected) in zip(retried, at_once, strict=True):
         assert repr(report._replace(retries=0)) == repr(expected_report)
-        assert differ(expected, bits) == []
+        assert moved(expected, bits) == []
 
 
 @pytest.mark.slow
@@ -200,7 +144,7 @@ def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
     code. Its outcome at the first scale confirms that the intended cause occurred.
     """
     retrying, values = runs(replicas)
-    skipping, _ = runs(replicas, skips=Skips(on_overflow="skip"))
+    skipping, _ = runs(replicas, on_overflow="skip")
     for place in ["backward", "reduction"][: 1 if replicas == 1 else 2]:
         batch = overflowing(1, place, replicas - 1, replicas)
         skipping.start_over(values, RULE.initial_state())
@@ -208,7 +152,7 @@ def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
         [(skipped, bits)] = skipping.run([batch])
         assert (skipped.grads_finite, skipped.retries) == (False, 0)
         assert Cause(skipped.cause) is Cause[place.upper()]
-        assert differ(before, bits) == [
+        assert moved(before, bits) == [
             "state loss_scale",
             # Without hysteresis one overflow uses up the only one allowed.
             "state overflows_left",
@@ -239,7 +183,7 @@ def test_after_too_many_retries_nothing_has_moved(runs, replicas):
     assert (report.grads_finite, report.retries) == (False, MAX_RETRIES)
     assert Cause(report.cause) is Cause[place.upper()]
     assert report.loss_scale == RULE.initial_scale / 2**MAX_RETRIES
-    assert {name.split()[0] for name in differ(before, bits)} == {"state"}
+    assert {name.split()[0] for name in moved(before, bits)} == {"state"}
     assert (good.grads_finite, good.retries) == (True, 0)
     assert good.loss_scale == RULE.initial_scale / 2 ** (MAX_RETRIES + 1)
 
@@ -260,7 +204,7 @@ def test_what_no_scale_can_cure_is_not_retried(runs, replicas, place):
 
         assert (report.grads_finite, report.retries) == (False, 0)
         assert Cause(report.cause) is (Cause.UNSCALING if place == "unscaling" else Cause.FORWARD)
-        assert differ(before, bits) == []
+        assert moved(before, bits) == []
 
 
 @pytest.mark.thorough
@@ -276,7 +220,7 @@ def test_a_bad_loss_beside_an_overflow_is_not_retried(runs):
     [(report, bits)] = trainer.run([batch])
 
     assert (report.retries, Cause(report.cause)) == (0, Cause.FORWARD)
-    assert differ(before, bits) == []
+    assert moved(before, bits) == []
 
 
 class Noted(Linear):

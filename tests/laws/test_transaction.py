@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from access import untuned
+from everything import bits, moved
 from helpers import Linear, attempt, copies, linear_model, reset_step_count, slopes
 
 import scaling
 from scaling import Cause
-from trainer import Trainer, Updates
+from trainer import Updates
 from trainer.step import TrainState, attempt_step, plan_step
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
@@ -22,39 +23,12 @@ RULE = scaling.DynamicLossScale(2.0**15)
 SEED = 1
 
 
-class Everything(Trainer):
-    """A model in which every kind of variable moves, with a random generator and a counter of the
-    user's.
-    """
+class Everything(everything.Everything):
+    """Takes single steps."""
 
     def __init__(self, optimizer_name, **arguments):
-        """Creates the user's variables in the strategy's scope."""
-        super().__init__(loss_scale=RULE, seed=SEED, verbose=False, **arguments)
-        self.optimizer_name = optimizer_name
-        with self.strategy.scope():
-            self.generator = tf.random.Generator.from_seed(1)
-            self.seen = {1: [on_read_variable(0.0)]}
-
-    def build_model(self):
-        """See `everything`."""
-        return everything.build_model()
-
-    def build_optimizer(self):
-        """See `everything`."""
-        return everything.build_optimizer(self.optimizer_name)
-
-    def compute_loss(self, batch, training):
-        """Draws a number and counts, in addition to the model's writes."""
-        self.seen[1][0].assign_add(self.generator.uniform([]))
-        return everything.losses(self.model, batch), batch["x"][:, 0]
-
-    def build_metrics(self):
-        """Returns a mean."""
-        return {"mean": keras.metrics.Mean()}
-
-    def update_metrics(self, batch, aux):
-        """Updates the mean."""
-        self.metrics["mean"].update_state(aux)
+        """Sets the rule."""
+        super().__init__(optimizer_name, loss_scale=RULE, seed=SEED, **arguments)
 
     def step(self, batch):
         """Attempts one step; returns its report as numbers."""
@@ -68,19 +42,8 @@ class Everything(Trainer):
         """The loss scale, the counts and the seed."""
         return access.state(self)
 
-    def moving(self):
-        """Every variable a step could move, except the loss scale and the counts."""
-        return [
-            *self.model.variables,
-            *self.optimizer.variables,
-            *self.metrics["mean"].variables,
-            self.model.layers[2].raw,
-            self.generator.state,
-            self.seen[1][0],
-        ]
 
-
-class OwnLoop:
+class OwnLoop(everything.State):
     """The same step from the public functions, in a plain loop."""
 
     def __init__(self, optimizer_name, strategy):
@@ -88,9 +51,8 @@ class OwnLoop:
         with strategy.scope():
             self.model = everything.build_model()
             self.optimizer = everything.build_optimizer(optimizer_name)
-            self.generator = tf.random.Generator.from_seed(1)
-            self.seen = on_read_variable(0.0)
-            self.metric = keras.metrics.Mean()
+            self.create()
+            self.metrics = {"mean": keras.metrics.Mean()}
             self.plan = plan_step(
                 strategy=strategy,
                 model=self.model,
@@ -98,21 +60,10 @@ class OwnLoop:
                 compute_loss=self.compute_loss,
                 rule=RULE,
                 update_metrics=self.update_metrics,
-                others=[self.generator, self.seen],
+                others=[self.generator, self.seen[1][0]],
             )
             self.state = TrainState(RULE, SEED)
         self.attempt = tf.function(lambda batch: attempt_step(batch, self.plan, self.state))
-
-    def update_metrics(self, batch, aux):
-        """Updates the mean."""
-        del batch
-        self.metric.update_state(aux)
-
-    def compute_loss(self, batch, training):
-        """Draws a number and counts, in addition to the model's writes."""
-        del training
-        self.seen.assign_add(self.generator.uniform([]))
-        return everything.losses(self.model, batch), batch["x"][:, 0]
 
     @property
     def loss_scale(self):
@@ -123,42 +74,6 @@ class OwnLoop:
         """Attempts one step; returns its report as numbers."""
         report = self.attempt(batch)
         return report._replace(**{k: v.numpy().tolist() for k, v in report._asdict().items()})
-
-    def moving(self):
-        """Every variable a step could move, except the loss scale and the counts."""
-        return [
-            *self.model.variables,
-            *self.optimizer.variables,
-            *self.metric.variables,
-            self.model.layers[2].raw,
-            self.generator.state,
-            self.seen,
-        ]
-
-
-def on_read_variable(value):
-    """A variable of which each replica may write its own copy."""
-    return tf.Variable(
-        value,
-        trainable=False,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.MEAN,
-    )
-
-
-def bits(variables):
-    """Every copy of every variable, by place and name."""
-    return {
-        f"{place} {getattr(variable, 'path', variable.name)} copy {copy}": value.tobytes()
-        for place, variable in enumerate(variables)
-        for copy, value in enumerate(copies(variable))
-    }
-
-
-def moved(before, after):
-    """The names whose bits differ."""
-    assert before.keys() == after.keys()
-    return [name for name in before if before[name] != after[name]]
 
 
 MAKE = {

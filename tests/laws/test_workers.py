@@ -194,22 +194,3 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path):
     [first], [second] = lines(tmp_path, "plain", 0)[-1:], lines(tmp_path, "plain", 1)[-1:]
     assert first == second
     assert (model_dir / f"ckpt-{first['step']}").exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("failing", [0, 1])
-def test_workers_predict_other_dtypes_and_end_with_their_own_error(tmp_path, failing):
-    """L15: what workers cannot exchange is sent in another dtype, or refused by name; an error in a
-    hook of one worker is its own, and nothing is saved that the others do not know of.
-    """
-    with jobs.workers(tmp_path, 2, "worker_ends.py", tmp_path, failing) as job:
-        assert job.wait(200) == [0, 0], job.output()
-    numbers = [float(number) for number in range(10)]
-    for index in range(2):
-        found = json.loads((tmp_path / f"{index}.json").read_text())
-        assert found["bool"] == ["bool", [0.0] + [1.0] * 9]
-        assert found["uint8"] == ["uint8", numbers]
-        assert found["bfloat16"] == ["bfloat16", numbers]
-        assert found["string"].startswith("`predict_batch` must ")
-        assert found["error"][0] == ("KeyError" if index == failing else "WorkerLostError")
-    assert not [*(tmp_path / "run").glob("ckpt-*")]

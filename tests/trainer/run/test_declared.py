@@ -698,6 +698,7 @@ def of_two_workers(tmp_path_factory):
     with jobs.workers(out, 2, "worker_differences.py", out) as job:
         assert job.wait(200) == [0, 0], job.output()
     assert [*out.glob("run/plugins/profile/*/*.xplane.pb")]
+    assert not [*out.glob("ends/ckpt-*")]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -724,18 +725,30 @@ PLACES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rank", [0, 1])
-def test_calls_that_differ_between_workers_are_refused(of_two_workers, rank):
+def test_calls_that_differ_between_workers_are_refused(of_two_workers):
     """L15: without this, workers would train different models, leave out the examples of data that is
     divided between them, or wait for each other without end. Rounding is no difference.
     """
-    found = of_two_workers[rank]
-    assert {name for name, error in found.items() if error is None} == {
-        name for name, place in PLACES.items() if place is None
-    }
-    if rank:
-        for name, place in PLACES.items():
-            assert place is None or found[name].startswith(f"`{place}"), found[name]
+    for found in of_two_workers:
+        assert {name for name in PLACES if found[name] is None} == {
+            name for name, place in PLACES.items() if place is None
+        }
+    for name, place in PLACES.items():
+        assert place is None or of_two_workers[1][name].startswith(f"`{place}")
+
+
+@pytest.mark.thorough
+def test_workers_predict_other_dtypes_and_end_with_their_own_error(of_two_workers):
+    """L15: what workers cannot exchange is sent in another dtype, or refused by name; an error in a
+    hook of one worker is its own, and nothing is saved that the others do not know of.
+    """
+    numbers = [float(number) for number in range(10)]
+    for found in of_two_workers:
+        assert found["bool"] == ["bool", [0.0] + [1.0] * 9]
+        assert found["uint8"] == ["uint8", numbers]
+        assert found["bfloat16"] == ["bfloat16", numbers]
+        assert found["string"].startswith("`predict_batch` must ")
+    assert [found["end"] for found in of_two_workers] == ["WorkerLostError", "KeyError"]
 
 
 def test_a_batch_of_any_kind_has_a_fingerprint():

@@ -198,6 +198,18 @@ def turned(outcome, apply, skip):
     return apply_or_skip(other, skip, apply)._replace(grads_finite=outcome.grads_finite)
 
 
+@pytest.mark.thorough
+def test_a_step_that_is_one_program_runs_on_the_device_of_its_variables():
+    """On a device that is not the default one, too: in `train`, and in `train_on_batch`."""
+    other = tf.distribute.OneDeviceStrategy("/device:CPU:1")
+    usual, apart = (trained_small(jit_compile="step", strategy=each) for each in ("default", other))
+    for trainer in (usual, apart):
+        trainer.train_on_batch((IMAGES, LABELS))
+
+    assert "CPU:1" in access.state(apart).halted.device
+    assert_close(usual, apart)
+
+
 @pytest.mark.slow
 def test_the_program_copies_no_weight(monkeypatch):
     """The compiled program updates weights where they are. With the branches of the verdict in the
