@@ -7,6 +7,7 @@ import datetime as dt
 import gc
 import os
 import pathlib
+import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as `import trainer` sets it
@@ -41,7 +42,13 @@ def pytest_addoption(parser):
         "--day",
         type=int,
         default=dt.datetime.now(dt.UTC).date().toordinal(),
-        help="the day, as an ordinal, whose share is run of tests that are marked by_date",
+        help="the day, as an ordinal, whose share is run",
+    )
+    parser.addoption(
+        "--share",
+        type=int,
+        default=1,
+        help="try one in so many of the tests that the default run leaves out; others on other days",
     )
     parser.addoption(
         "--regenerate",
@@ -133,7 +140,7 @@ def pytest_collection_modifyitems(config, items):
         if laws := laws_of(item.function.__doc__):
             item.add_marker(pytest.mark.law(*laws))
     mark_samples(items)
-    later = set(of_other_days(items, config.getoption("--day")))
+    later = set(of_other_days(items, config.getoption("--day"), config.getoption("--share")))
     config.hook.pytest_deselected(items=[item for item in items if item in later])
     items[:] = [item for item in items if item not in later]
     full = config.getoption("--full")
@@ -161,16 +168,21 @@ def mark_samples(items):
                 item.add_marker(tier)
 
 
-def of_other_days(items, day):
-    """Yields the slow cases of `by_date` tests that other nights try."""
+def of_other_days(items, day, share):
+    """Yields what other days try of the tests that the default run leaves out: of slow tests single
+    cases, of others whole tests, which share what they set up.
+    """
     counts = collections.Counter()
     for item in items:
-        marker = item.get_closest_marker("by_date")
-        if marker and item.get_closest_marker("slow"):
-            test = path_of(item), item.originalname
-            if (counts[test] + day) % marker.args[0]:
-                yield item
-            counts[test] += 1
+        slow = item.get_closest_marker("slow") is not None
+        if share == 1 or not (slow or item.get_closest_marker("thorough")):
+            continue
+        test = f"{path_of(item)}::{item.originalname}"
+        nights = item.get_closest_marker("by_date")
+        days = nights.args[0] if nights and slow else share
+        if (zlib.crc32(test.encode()) + counts[test] + day) % days:
+            yield item
+        counts[test] += slow
 
 
 def path_of(item):

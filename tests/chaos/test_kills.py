@@ -256,7 +256,6 @@ def home(tmp_path_factory):
     made.end()
 
 
-@pytest.mark.by_date(3)
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [

@@ -26,7 +26,6 @@ def params():
             yield pytest.param(entry, key, marks=marks, id=f"{entry.name}-{key}")
 
 
-@pytest.mark.by_date(3)
 @pytest.mark.parametrize(("entry", "key"), [*params()])
 def test_an_architecture_trains_as_in_a_plain_loop(entry, key, mirrored):
     """L5, L8: weights go where a plain loop takes them, or the division is refused in one line."""

@@ -89,7 +89,6 @@ PLACES = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
