@@ -1,14 +1,11 @@
 """Writes a made-up `metrics.jsonl` with every kind of line that a run logs, and hostile names.
 
-python tests/written_run.py FOLDER [STEPS]
-
 `write_lines` writes single lines instead, such as `TRAIN`, `GRADIENTS` and `SKIP`.
 """
 
 import json
 import math
 import pathlib
-import sys
 
 import numpy as np
 
@@ -208,7 +205,3 @@ def write_lines(folder, *lines):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(text + "\n" for text in texts))
     return folder
-
-
-if __name__ == "__main__":
-    write(sys.argv[1], *map(int, sys.argv[2:]))

@@ -8,8 +8,7 @@ import sys
 
 from absl import app, flags
 
-from trainer.report.comparison import compare_runs
-from trainer.report.page import write_report
+from trainer.report.page import compare_runs, write_report
 
 OUTPUT = flags.DEFINE_string(
     "output", None, "Folder to write to; default: RUN/report, or with several runs their parent."

@@ -14,21 +14,9 @@ from scaling.telemetry.record import Record
 from scaling.telemetry.simulate_rules import best_fixed_scale
 from scaling.telemetry.stats import GradientStats, describe_share, flushed_share
 from trainer.log.model_table import flattened
-from trainer.log.summary import power_of_two
+from trainer.log.summary import INTERVAL_NUMBERS, power_of_two
 from trainer.report.reading import Curve, Run
 
-# Fields of a "train" line other than the user's metrics.
-NOT_METRICS = {
-    "loss",
-    "regularization_loss",
-    "gradient_norm",
-    "loss_scale",
-    "applied",
-    "skipped",
-    "examples_per_second",
-    "steps_per_second",
-    "data_wait",
-}
 LEARNING_RATE = "learning_rate"  # its fields are "learning_rate" or "learning_rate/OPTIMIZER"
 HEADROOM_BITS = 4  # the default of `scaling.recommend`
 NOT_RECORDED = "not recorded"  # shown instead of a value
@@ -36,8 +24,8 @@ NOT_RECORDED = "not recorded"  # shown instead of a value
 
 def is_metric(name: str) -> bool:
     """Returns whether a field of a "train" line is the loss or a metric of the user."""
-    own = name in NOT_METRICS - {"loss"} or name.split("/", maxsplit=1)[0] == LEARNING_RATE
-    return not own
+    own = {*INTERVAL_NUMBERS} - {"loss"}
+    return name not in own and name.split("/", maxsplit=1)[0] != LEARNING_RATE
 
 
 class Tile(NamedTuple):

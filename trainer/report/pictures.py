@@ -51,7 +51,6 @@ MAX_PANELS = 50  # a picture with many more would have more pixels than PNG file
 MAX_CURVES = 12  # in a panel, besides that of the training
 MAX_MARKED_POINTS = 60  # a curve with more points has no markers
 MAX_LARGE_MARKS = 200  # with more marks than this, marks are small and have no edge
-MAX_LINE_POINTS = 1500  # a curve with more points is shown as a median and a band
 
 
 def draw_all(run: Run) -> dict[str, Picture]:
@@ -120,15 +119,15 @@ def draw_curves(run: Run) -> Picture | None:
     metrics = shown_metrics(run)
     if not metrics:
         return None
-    figure, panels = make_panels([2.5] + [1.8] * (len(metrics) - 1), top=0.38)
+    figure, rows = make_panels([2.5] + [1.8] * (len(metrics) - 1))
     ends = []
-    for axes, (name, results) in zip(panels, metrics.items(), strict=True):
+    for [axes], (name, results) in zip(rows, metrics.items(), strict=True):
         draw_metric(axes, run, name, results)
         trained = training_curve(run, name)
         curves = [("training", name, trained)] if trained else []
         curves += [("validation", result, run.validation[result]) for result in results]
         ends += [f"{split} {result} ends at {last(curve):.4g}" for split, result, curve in curves]
-    style_panels(panels, run)
+    style_panels(rows, run)
     return to_picture(figure, "loss", f"Curves over {run.last_step:,} steps: {'; '.join(ends)}.")
 
 
@@ -206,7 +205,7 @@ def draw_scale(run: Run) -> Picture | None:
     scale = run.scale
     if not scale.step.size:
         return None
-    figure, [axes] = make_panels([3.1], top=0.38)
+    figure, [[axes]] = make_panels([3.1])
     steps = np.append(scale.step, max(run.last_step, scale.step[-1]))
     powers = np.log2(np.append(scale.value, scale.value[-1]))
     width = 0.6 if scale.step.size > MAX_LARGE_MARKS else 1.6
@@ -217,24 +216,17 @@ def draw_scale(run: Run) -> Picture | None:
     label_powers_of_two(axes)
     axes.set_ylabel("loss scale")
     add_legend(axes)
-    style_panels([axes], run)
-    return to_picture(figure, "loss_scale", describe_scale(scale, run.last_step, counts))
-
-
-def describe_scale(scale: Curve, last_step: int, skips: Mapping[str, int]) -> str:
-    """Returns a description of the loss scale for readers who cannot see the picture.
-
-    Args:
-        scale: the loss scale over the steps.
-        last_step: the last step of the run.
-        skips: the number of skipped steps by cause.
-    """
-    skipped = ", ".join(f"{count:,} by {cause}" for cause, count in skips.items()) or "none"
-    first, highest, lowest = scale.value[0], scale.value.max(), scale.value.min()
-    return (
-        f"The loss scale over {last_step:,} steps: from {power_of_two(first)} to "
-        f"{power_of_two(scale.value[-1])}, between {power_of_two(lowest)} and "
-        f"{power_of_two(highest)}. Skipped steps: {skipped}."
+    style_panels([[axes]], run)
+    skipped = ", ".join(f"{count:,} by {cause}" for cause, count in counts.items()) or "none"
+    first, last_one, lowest, highest = (
+        power_of_two(value)
+        for value in (scale.value[0], scale.value[-1], scale.value.min(), scale.value.max())
+    )
+    return to_picture(
+        figure,
+        "loss_scale",
+        f"The loss scale over {run.last_step:,} steps: from {first} to {last_one}, between "
+        f"{lowest} and {highest}. Skipped steps: {skipped}.",
     )
 
 
@@ -257,7 +249,7 @@ def mark_skips(axes: Axes, run: Run) -> collections.Counter[str]:
             np.log2([skip.loss_scale for skip in skips]),
             color=color,
             marker=marker,
-            s=14 if crowded and len(skips) > MAX_LARGE_MARKS // 4 else 42,
+            s=14 if crowded else 42,
             edgecolors="white",
             linewidths=0 if crowded else 0.6,
             zorder=3 + 1 / len(skips),  # draws rare causes on top of frequent ones
@@ -273,11 +265,8 @@ def draw_headroom(run: Run) -> Picture | None:
     room = headroom(run.record)
     if not room.step.size:
         return None
-    figure, [axes] = make_panels([2.7], top=0.38)
-    if room.step.size > MAX_LINE_POINTS:
-        plot_band(axes, room)
-    else:
-        plot(axes, room, BLUE, linewidth=1.2, label="headroom")
+    figure, [[axes]] = make_panels([2.7])
+    plot(axes, room, BLUE, linewidth=1.2, label="headroom")
     overflows = run.record.step[np.isin(run.record.cause, [Cause.BACKWARD, Cause.REDUCTION])]
     if overflows.size:
         axes.plot(
@@ -293,7 +282,7 @@ def draw_headroom(run: Run) -> Picture | None:
     axes.set_ylim(min(0, room.value.min()) - 1, max(HEADROOM_BITS, room.value.max()) + 1)
     axes.set_ylabel("bits")
     add_legend(axes)
-    style_panels([axes], run)
+    style_panels([[axes]], run)
     return to_picture(
         figure,
         "headroom",
@@ -302,33 +291,16 @@ def draw_headroom(run: Run) -> Picture | None:
     )
 
 
-def plot_band(axes: Axes, curve: Curve) -> None:
-    """Draws the median of a long curve, and a band from its minimum to its maximum.
-
-    The points are divided into `MAX_LINE_POINTS // 3` groups of consecutive points.
-    """
-    groups = np.array_split(np.arange(curve.step.size), MAX_LINE_POINTS // 3)
-    step = [curve.step[group[0]] for group in groups]
-    low, middle, high = (
-        [float(reduce(curve.value[group])) for group in groups]
-        for reduce in (np.min, np.median, np.max)
-    )
-    axes.fill_between(
-        step, low, high, color=SKY, alpha=0.5, linewidth=0, label="minimum to maximum"
-    )
-    axes.plot(step, middle, color=BLUE, linewidth=1.2, label="median")
-
-
 def draw_norm(run: Run) -> Picture | None:
     """Draws the global norm of the gradients, averaged over the steps of each log line."""
     norm = run.train.get("gradient_norm")
     if norm is None or np.isnan(norm.value).all():
         return None
-    figure, [axes] = make_panels([2.2], top=0.22)
+    figure, [[axes]] = make_panels([2.2])
     plot(axes, norm, BLUE, linewidth=1.4)
     choose_scale(axes, [norm])
     name_axis(axes, "gradient norm")
-    style_panels([axes], run)
+    style_panels([[axes]], run)
     return to_picture(
         figure,
         "gradient_norm",
@@ -347,7 +319,7 @@ def draw_learning_rates(run: Run) -> Picture | None:
     rates = dict(itertools.islice(rates.items(), MAX_CURVES))
     if not rates:
         return None
-    figure, [axes] = make_panels([2.2], top=0.38 if len(rates) > 1 else 0.22)
+    figure, [[axes]] = make_panels([2.2])
     colors = itertools.cycle([BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY])
     for (name, curve), color in zip(rates.items(), colors, strict=False):
         label = name.removeprefix(f"{LEARNING_RATE}/")
@@ -356,7 +328,7 @@ def draw_learning_rates(run: Run) -> Picture | None:
     name_axis(axes, "learning rate")
     if len(rates) > 1:
         add_legend(axes)
-    style_panels([axes], run)
+    style_panels([[axes]], run)
     ends = [
         f"{name} from {np.nanmin(curve.value):.3g} to {np.nanmax(curve.value):.3g}, "
         f"{last(curve):.3g} at the end"

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,16 +20,7 @@ from trainer.log.writers import stays
 EVENTS = "run", "recovery", "end", "failure"  # kinds of lines that a rollback does not undo
 
 
-class HasStep(Protocol):
-    """Anything that belongs to one step."""
-
-    @property
-    def step(self) -> int:
-        """The number of the step."""
-
-
 T = TypeVar("T")
-Event = TypeVar("Event", bound=HasStep)
 
 
 class Curve(NamedTuple):
@@ -242,9 +233,9 @@ def float8_tensors(step: int, float8: Mapping[str, Mapping[str, Any]]) -> Float8
     )
 
 
-def by_step(events: Iterable[Event]) -> list[Event]:
+def by_step(events: Iterable[T]) -> list[T]:
     """Returns events sorted by step, keeping only the last one of each step."""
-    last = {event.step: event for event in events}
+    last = {event.step: event for event in events}  # type: ignore[attr-defined]
     return [last[step] for step in sorted(last)]
 
 

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 import written_run
 from written_run import GRADIENTS, SKIP, TRAIN, write_lines
 
@@ -136,17 +135,6 @@ def test_settings_that_changed_show_their_first_value(tmp_path):
 
     assert facts.settings_rows(run) == [("seed", "0", "1"), ("note", "None", ""), ("new", "a", "")]
     assert facts.settings_rows(read_run(write_lines(tmp_path, TRAIN))) == []
-
-
-@pytest.mark.parametrize(
-    ("scales", "expected"), [([2.0, 8.0, 4.0], "between 2^1 and 2^3"), ([2.0], "never changed")]
-)
-def test_the_range_of_the_loss_scale(tmp_path, scales, expected):
-    """It is in the header, with the last scale."""
-    lines = [{"split": "scale", "step": n, "loss_scale": s} for n, s in enumerate(scales)]
-    tile = facts.scale_tile(read_run(write_lines(tmp_path, *lines)))
-
-    assert tile == ("loss scale at the end", facts.power_of_two(scales[-1]), expected)
 
 
 def test_values_that_were_not_recorded():

@@ -1,6 +1,7 @@
-"""The HTML page of a run, as a file and in a browser."""
+"""The HTML page of a run, as a file and in a browser, and the page that compares runs."""
 
 import base64
+import html
 import json
 import os
 import pathlib
@@ -13,13 +14,17 @@ import numpy as np
 import pytest
 import written_run
 from helpers import STEEP, Linear, overflowing, slopes
-from written_run import GRADIENTS, SKIP, TRAIN, write_lines
+from written_run import GRADIENTS, SETTING, SKIP, TRAIN, write_lines
 
 from scaling.telemetry.record import read_record
 from trainer import Monitoring, Skips, TrainingStuckError
 from trainer.report import facts, write_report
-from trainer.report.canvas import Picture
-from trainer.report.page import data_url
+from trainer.report.page import (
+    LOSS_SCALE,
+    compare_runs,
+    differing_settings,
+    scale_of,
+)
 from trainer.report.reading import read_run
 
 HEADINGS = [
@@ -117,15 +122,6 @@ def test_the_page_of_a_run_that_never_applied_a_step(tmp_path):
     assert "record_gradients</code>" not in page
 
 
-def test_a_run_that_was_evaluated_but_never_applied_a_step(tmp_path):
-    """Its curves are those of the evaluations, and no curve of training is named."""
-    line = {"split": "train", "step": 4, "loss": None, "applied": 0, "skipped": 4}
-    page = page_of(write_lines(tmp_path, line, {"split": "validation", "step": 4, "loss": 2.5}))
-
-    assert "Curves over 4 steps: validation loss ends at 2.5." in page
-    assert "No step was applied, so there is no training loss." in page
-
-
 def test_only_the_first_skips_are_listed(tmp_path):
     """The table has fifty rows, and the number of further skipped steps follows."""
     lines = [SKIP | {"step": step, "replica": None} for step in range(1, 1063)]
@@ -142,11 +138,6 @@ def test_the_foot_of_the_page_counts_unreadable_lines(tmp_path):
     """A page whose lines were all readable has no foot."""
     assert "while writing: 2.</footer>" in page_of(write_lines(tmp_path, TRAIN, "{", "3"))
     assert "<footer>" not in page_of(write_lines(tmp_path, TRAIN))
-
-
-def test_a_picture_is_embedded_as_base64():
-    """The data URL names the type and holds the bytes."""
-    assert data_url(Picture("a.png", "alt", b"\x89PNG", 1, 1)) == "data:image/png;base64,iVBORw=="
 
 
 def browse(pages, width=800, dark=False):
@@ -313,3 +304,86 @@ def test_links_in_the_folder_of_the_run_are_not_followed(tmp_path):
     assert (mine / "loss.png").read_text() == "precious"
     write_report(run, mine)
     assert (mine / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# Comparisons.
+
+
+def start(**settings):
+    """The line that a run writes when it starts."""
+    time = "2026-11-22T02:30:00+00:00"
+    return {"split": "run", "step": 0, "time": time, "settings": settings, "model": []}
+
+
+def test_the_page_of_a_comparison(tmp_path):
+    """It has a row for each run, the settings that differ and no others, and the runs' curves."""
+    result = {"split": "validation", "step": 10, "accuracy": 0.75}
+    scale = {"split": "scale", "step": 1, "loss_scale": 2.0}
+    speed = {"examples_per_second": 5}
+    first = write_lines(tmp_path / "a", start(seed=0, rule="x"), scale, TRAIN | speed)
+    second = write_lines(tmp_path / "b", start(seed=1, rule="x"), TRAIN, result)
+
+    page = compare_runs([first, second], tmp_path / "new" / "folder")
+    text = (tmp_path / "new" / "folder" / "comparison.html").read_text()
+
+    assert page == str(tmp_path / "new" / "folder" / "comparison.html")
+    assert ">seed<" in text
+    assert ">rule<" not in text
+    for title in ("Training", "Evaluations", "Loss scale", "Throughput"):
+        assert f"<h2>{title}</h2>" in text
+    assert text.count("<img ") == 4
+
+
+def test_what_runs_wrote_is_escaped_in_a_comparison(tmp_path):
+    """Settings and names cannot add elements to the page."""
+    first = write_lines(tmp_path / "a", start(text=SETTING), TRAIN)
+    second = write_lines(tmp_path / "b", TRAIN)
+
+    compare_runs([first, second], tmp_path)
+    text = (tmp_path / "comparison.html").read_text()
+
+    assert SETTING not in text
+    assert html.unescape(SETTING) in html.unescape(text)
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    """Folders of one name are shown with their paths."""
+    runs = [write_lines(tmp_path / place / "run", TRAIN) for place in ("one", "two")]
+
+    compare_runs(runs, tmp_path)
+
+    for run in runs:
+        assert f">{run}<" in (tmp_path / "comparison.html").read_text()
+
+
+def test_settings_that_only_one_run_has_differ(tmp_path):
+    """The others have "-" there; a run without recorded settings is compared too."""
+    runs = {
+        "a": read_run(write_lines(tmp_path / "a", start(seed=0, old=1), TRAIN)),
+        "b": read_run(write_lines(tmp_path / "b", start(seed=0), TRAIN)),
+    }
+
+    assert differing_settings(runs) == [("old", ["1", "-"])]
+    runs["c"] = read_run(write_lines(tmp_path / "c", TRAIN))
+    assert differing_settings(runs) == [("seed", ["0", "0", "-"]), ("old", ["1", "-", "-"])]
+
+
+def test_a_scale_has_corners(tmp_path):
+    """The scale holds until the step that changes it."""
+    changes = [
+        {"split": "scale", "step": step, "loss_scale": 2.0**k} for step, k in ((1, 4), (6, 3))
+    ]
+    run = read_run(write_lines(tmp_path, *changes, TRAIN))
+
+    curve = scale_of(run)[LOSS_SCALE]
+
+    assert curve.step[0] == 1
+    assert curve.step[-1] == 10
+    assert set(curve.value) >= {4.0, 3.0}
+    assert (np.diff(curve.step) >= 0).all()
+
+
+def test_a_run_that_cannot_be_read_is_named(tmp_path):
+    """A folder without a metrics.jsonl is no run."""
+    with pytest.raises(ValueError, match="`run_dir`"):
+        compare_runs([write_lines(tmp_path / "a", TRAIN), tmp_path / "b"], tmp_path)

@@ -5,10 +5,9 @@ import pytest
 import written_run
 from matplotlib.figure import Figure
 from report_figures import figure_of
-from written_run import GRADIENTS, TRAIN, write_lines
+from written_run import TRAIN, write_lines
 
 from scaling import Cause
-from scaling.base.number_formats import HALF_MAX
 from trainer.report import facts, pictures
 from trainer.report.canvas import MAX_LABEL
 from trainer.report.reading import Curve, read_run
@@ -65,9 +64,7 @@ def test_every_tick_of_the_scale_is_a_power_of_two(tmp_path, monkeypatch, scales
 
 @pytest.mark.parametrize("draw", ["draw_curves", "draw_scale", "draw_headroom", "draw_norm"])
 def test_nothing_overlaps(rich, monkeypatch, draw):
-    """Legends and titles are inside the picture, outside the axes, and do not overlap each other. The
-    step axis is at the same place in every picture.
-    """
+    """Legends and titles are inside the picture, outside the axes, and do not overlap each other."""
     figure = figure_of(monkeypatch, pictures, lambda: getattr(pictures, draw)(rich))
     for axes in figure.axes:
         inside = axes.get_window_extent()
@@ -78,7 +75,6 @@ def test_nothing_overlaps(rich, monkeypatch, draw):
         assert all(figure.bbox.contains(*box.max) for box in boxes)
         assert not any(box.y0 < inside.y1 - 1 for box in boxes)
         assert len(boxes) < 2 or not boxes[0].overlaps(boxes[1])
-        assert (inside.x0, inside.x1) == pytest.approx((108, 1389.6))
         assert axes.get_xlim() == (-6, 606)
 
 
@@ -97,20 +93,6 @@ def test_training_and_validation_share_axes(rich, monkeypatch):
         assert list(lines["training"].get_ydata()) == list(rich.train[name].value)
         assert list(lines["validation"].get_xdata()) == list(rich.validation[name].step)
         assert ("regularization" in lines) == (name == "loss")
-
-
-def test_a_long_run_is_drawn_as_a_band(tmp_path, monkeypatch):
-    """The band goes from the minimum to the maximum of each group of steps, so no step is left out."""
-    steps = 4000
-    magnitudes = [HALF_MAX / 2.0 ** (20 + step % 7) for step in range(steps)]
-    line = GRADIENTS | {"step": steps, "loss_scale": [2.0**15] * steps}
-    line |= {"cause": ["none"] * steps, "max_magnitude": magnitudes}
-    run = read_run(write_lines(tmp_path, line))
-    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_headroom(run)).axes
-    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
-
-    assert (heights.min(), heights.max()) == (5.0, 11.0)
-    assert len(axes.get_lines()[0].get_xdata()) == pictures.MAX_LINE_POINTS // 3
 
 
 def test_a_run_without_data_has_no_pictures(tmp_path):
@@ -135,13 +117,17 @@ def test_learning_rates_are_drawn_by_optimizer(tmp_path, rich, monkeypatch):
     assert not facts.is_metric("learning_rate/critic")
 
 
-def test_no_name_is_left_out_of_a_legend(tmp_path, monkeypatch):
-    """Matplotlib leaves out names that begin with an underscore."""
-    rates = {"learning_rate/_hidden": 0.1, "learning_rate/shown": 0.001}
-    run = read_run(write_lines(tmp_path, TRAIN | rates, TRAIN | rates | {"step": 200}))
+def test_names_in_a_legend_are_shown_as_they_are(tmp_path, monkeypatch):
+    """Matplotlib leaves out names that begin with an underscore, and would draw formulas."""
+    rates = {f"learning_rate/{name}": 0.1 for name in ("_hidden", "$\\x$ \n" + "a" * 200)}
+    run = read_run(write_lines(tmp_path, TRAIN | rates))
     [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
+    hidden, long = axes.get_legend().get_texts()
 
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [" _hidden", "shown"]
+    assert hidden.get_text() == " _hidden"
+    assert long.get_text().startswith("$\\x$  aaa")
+    assert len(long.get_text()) == MAX_LABEL
+    assert not long.get_parse_math()
 
 
 def test_values_over_a_wide_range_have_a_logarithmic_axis():
@@ -172,15 +158,3 @@ def test_there_is_a_limit_to_what_is_drawn(tmp_path, monkeypatch):
     assert len(rates.get_legend().get_texts()) == pictures.MAX_CURVES
     drawn = pictures.MAX_PANELS + pictures.MAX_CURVES
     assert pictures.curves_left_out(run) == 2001 + 2000 - drawn
-
-
-def test_names_in_a_legend_are_no_formulas(tmp_path, monkeypatch):
-    """They are shown as they are, and shortened."""
-    rates = {f"learning_rate/{name}": 0.1 for name in ("$\\x$ \n" + "a" * 200, "b")}
-    run = read_run(write_lines(tmp_path, TRAIN | rates))
-    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
-    text = axes.get_legend().get_texts()[0]
-
-    assert text.get_text().startswith("$\\x$  aaa")
-    assert len(text.get_text()) == MAX_LABEL
-    assert not text.get_parse_math()
