@@ -47,7 +47,7 @@ from trainer.run.slots import (
     trained_places,
 )
 from trainer.step import StepPlan
-from trainer.step.checks import check_built_model
+from trainer.step.checks import check_model
 from trainer.step.held_back import frozen_or_unfrozen
 from trainer.step.objective import optimizers_in
 from trainer.step.types import Batch, Variable
@@ -155,7 +155,7 @@ def adapted(
     slots, checkpoints = parts.slots, parts.checkpoints
     with trainer.strategy.scope():
         if not same:
-            check_built_model(trainer.model, trainer.strategy)
+            check_model(trainer.model, trainer.strategy)
             check_keeps_variables(trainer, slots)
             make_slots(trainer)
             slots = slots_now(trainer, slots)

@@ -60,9 +60,8 @@ from trainer.run.slots import (
     slots_now,
 )
 from trainer.step import StepPlan, StepReport, TrainState, plan_step
-from trainer.step.checks import check_dtype_policies, check_model
+from trainer.step.checks import check_dtype_policies, check_global_loss, check_inputs_declared
 from trainer.step.float8 import ensure_float8
-from trainer.step.gather import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
 from trainer.step.losses import split_result
 from trainer.step.objective import single_optimizers
@@ -122,7 +121,7 @@ def build(trainer: "Trainer", batch: Batch, forward: Forward, *, training: bool 
         TypeError, ValueError: if the model, the optimizer or the checkpoint cannot be used.
     """
     model, strategy = trainer.model, trainer.strategy
-    check_model(model, trainer.precision)
+    check_inputs_declared(model, trainer.precision)
     with strategy.scope():
         build_model(trainer, batch, forward)
         # Before the optimizer is built: some optimizers copy the weights when they are built.
@@ -514,9 +513,13 @@ def plan_evaluation(trainer: "Trainer") -> StepPlan:
     if layers_without_xla(trainer.model) or (trainer.compile_mode_open and gathers(trainer)):
         jit_compile = False
     if trainer.losses.reduction == "global":
-        check_no_weights(weights_function(trainer))
-    if gathers(trainer):
-        check_gathers(trainer.strategy, jit_compile, float32_after=None)
+        check_global_loss(
+            trainer.strategy,
+            num_microbatches=1,
+            example_weights=weights_function(trainer),
+            jit_compile=jit_compile,
+            float32_after=None,
+        )
     return StepPlan(
         strategy=trainer.strategy,
         model=trainer.model,

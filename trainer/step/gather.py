@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import shown
 from strategies.division import first_row
-from trainer.base.argument_checks import as_returned_loss, check_choice
+from trainer.base.argument_checks import as_returned_loss
 from trainer.keras_compat import added_losses_kept
 from trainer.step.types import GlobalBatchSize, Microbatch, Model, PassInputs
 
@@ -42,11 +41,6 @@ WIDER = {
     tf.int16: tf.int32,
     tf.uint16: tf.int32,
 }
-SUMMED = (tf.float32, tf.float64, tf.int32, tf.int64)
-
-
-class RowsError(ValueError):
-    """What was gathered does not have one row per example."""
 
 
 class Gathering:
@@ -69,25 +63,27 @@ class Gathering:
         global_loss: bool,
         num_microbatches: int,
     ) -> None:
-        """Stores the arguments, and the replica and the graph that the loss is computed in."""
+        """Stores the arguments, and the replica that the loss is computed on."""
         self._share, self._size, self._model = share, size, model
-        self._global_loss, self._num_microbatches = global_loss, num_microbatches
+        self._num_microbatches = num_microbatches
         context = tf.distribute.get_replica_context()
         self._replica = context.replica_id_in_sync_group if context else 0
         self._num_replicas = context.num_replicas_in_sync if context else 1
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self.called = False
+        self.missing = global_loss and self._num_replicas > 1  # until `all_gather` is called
 
     def rows_of_all(self, x: Any) -> tf.Tensor:
         """Returns the rows of all replicas; see `all_gather`."""
-        self.called = True
-        self._check_allowed()
-        x = check_numbers(as_rows(x))
+        self.missing = False
+        if self._num_microbatches > 1:
+            raise ValueError(
+                "`num_microbatches` must be 1 for a loss that calls all_gather; got "
+                f"{self._num_microbatches}"
+            )
         if self._num_replicas == 1:
             return x
-        self._check_one_shape()
+        x = with_rows(x, tf.shape(self._share.weights)[0], "replica")
         wide = WIDER.get(x.dtype, x.dtype)
-        table = self._table(tf.cast(self._rows_checked(x), wide))
+        table = self._table(tf.cast(x, wide))
         with added_losses_kept(self._model):  # other replicas' calls of the model come in between
             total = strategies.sum_gradients(table)
         rows = tf.get_static_value(self._size.examples)
@@ -106,78 +102,25 @@ class Gathering:
         if self._num_replicas == 1:
             return x
         whole, rows = self._size.examples, self._share.weights.shape[0]
-        message = (
-            "`x` must have one row per example of the global batch, as all_gather returns; got "
-            f"shape {x.shape}. The rows of this replica are cut out of it. Pass what "
-            "all_gather returned, or what was computed from it with the same first dimension."
-        )
-        known = tf.get_static_value(whole)
-        if x.shape.rank == 0 or (known is not None and x.shape[0] not in (None, int(known))):
-            raise RowsError(message)
+        x = with_rows(x, whole, "global batch")
         count = tf.shape(self._share.weights)[0] if rows is None else tf.constant(rows)
         # An empty share holds one row that does not count; it must lie within `x`.
         start = tf.minimum(first_row(whole, self._replica, self._num_replicas), whole - count)
-        same = tf.debugging.Assert(tf.shape(x)[0] == whole, [message])
-        with tf.control_dependencies([same]):
-            return tf.ensure_shape(x[start : start + count], [rows, *x.shape[1:]])
+        return tf.ensure_shape(x[start : start + count], [rows, *x.shape[1:]])
 
-    def _rows_checked(self, x: tf.Tensor) -> tf.Tensor:
-        """Returns `x`; raises unless it has one row per example of this replica's share."""
-        rows = self._share.weights.shape[0]
-        message = (
-            "`x` must have one row per example of this replica, in the order of the batch; got "
-            f"shape {x.shape} for {'its' if rows is None else rows} examples. The rows of all "
-            "replicas are put together in the order of the global batch. Gather each view of the "
-            "examples by itself, or make the views a second dimension."
-        )
-        if x.shape.rank == 0 or (rows is not None and x.shape[0] not in (None, rows)):
-            raise RowsError(message)
-        if None not in (rows, x.shape[0]):
-            return x
-        same = tf.shape(x)[0] == tf.shape(self._share.weights)[0]
-        with tf.control_dependencies([tf.debugging.Assert(same, [message])]):
-            return tf.identity(x)
 
-    def _check_allowed(self) -> None:
-        """Raises ValueError where rows cannot be gathered."""
-        if self._num_microbatches > 1:
-            raise ValueError(
-                "`num_microbatches` must be 1 for a loss that calls all_gather; got "
-                f"{self._num_microbatches}. Microbatches are computed one after the other, and "
-                "each one's rows are gone before the next ones are known. Use more replicas, or "
-                "save memory by keras.RematScope."
-            )
-        if self._num_replicas == 1:
-            return
-        if not self._global_loss:
-            raise ValueError(
-                '`reduction` must be "global" for a loss that calls all_gather on several '
-                f"replicas; got 'mean' and {self._num_replicas} replicas. Rows can be exchanged "
-                'only in a step that is built for it. Pass reduction="global" and return '
-                "one number, such as the mean of the losses."
-            )
-        now = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if now is not self._graph:
-            raise ValueError(
-                "`all_gather` must be called in compute_loss itself; got a call inside "
-                "tf.cond, tf.while_loop, tf.map_fn or a tf.function. Replicas that take different "
-                "branches would wait for each other without end. Gather before the condition or "
-                "the loop."
-            )
+def with_rows(x: tf.Tensor, rows: tf.Tensor, of: str) -> tf.Tensor:
+    """Returns a tensor; its number of rows is compared, when it is traced if it is known then.
 
-    def _check_one_shape(self) -> None:
-        """Raises ValueError if batches may differ in size, and replicas exchange one shape only."""
-        strategy = tf.distribute.get_strategy()
-        known = tf.get_static_value(self._size.examples) is not None
-        if known or not strategies.capabilities(strategy).one_shape:
-            return
-        raise ValueError(
-            "`all_gather` must be called with batches of one size, known when the step is traced, "
-            f"under {type(strategy).__name__}; got batches of any size. Replicas exchange tensors "
-            "of one shape only there, so that a smaller last batch would end the run. Use "
-            "Dataset.batch(..., drop_remainder=True), or arrays of a multiple of global_batch "
-            "examples, for training and for evaluation."
-        )
+    Args:
+        x: the tensor. Two views of each example in one tensor would be put in another order.
+        rows: the number that it must have: shape (), int32.
+        of: what has as many examples, for the error.
+    """
+    message = f"`x` must have one row per example of this {of}; got shape {x.shape}"
+    same = tf.debugging.assert_equal(tf.shape(x)[:1], rows[None], message)
+    with tf.control_dependencies([same]):
+        return tf.identity(x)
 
 
 class _Active(threading.local):
@@ -210,32 +153,17 @@ def all_gather(x: Tree) -> Tree:
         The same structure and dtypes: shape (global_batch, ...).
 
     Raises:
-        ValueError: with microbatches; on several replicas unless the loss is global; inside a
-            condition, a loop or a `tf.function`; or if there is not one row per example.
-        TypeError: for strings, and for ragged and sparse tensors.
-        RuntimeError: on several replicas, outside of the loss of a training step or an evaluation.
+        ValueError: with microbatches, or for ragged and sparse tensors.
+        tf.errors.InvalidArgumentError: if there is not one row per example.
+        RuntimeError: on several replicas, outside of the loss of a training step or an evaluation,
+            unless the loss is global, or inside a condition, a loop or a `tf.function`.
 
     Example:
         >>> all_gather(tf.constant([[1.0], [2.0]])).shape  # one device
         TensorShape([2, 1])
     """
-    gathering = _ACTIVE.gathering
-    if gathering is not None:
-        rows: Tree = tf.nest.map_structure(
-            lambda leaf: None if leaf is None else gathering.rows_of_all(leaf), x
-        )
-        return rows
-    context = tf.distribute.get_replica_context()
-    if context is not None and context.num_replicas_in_sync > 1:
-        raise RuntimeError(
-            "`all_gather` was called in a replica, outside of the loss of a training step or an "
-            "evaluation. How many examples the other replicas have is known only there. Call it "
-            "in compute_loss, or use tf.distribute.get_replica_context().all_gather()."
-        )
-    same: Tree = tf.nest.map_structure(
-        lambda leaf: None if leaf is None else check_numbers(as_rows(leaf)), x
-    )
-    return same
+    active = active_gathering("all_gather")
+    return map_tensors(active.rows_of_all if active else None, x)
 
 
 def own_rows(x: Tree) -> Tree:
@@ -253,62 +181,39 @@ def own_rows(x: Tree) -> Tree:
         The same structure and dtypes: shape (examples, ...).
 
     Raises:
-        ValueError: if there is not one row per example of the global batch.
-        TypeError: for ragged and sparse tensors.
+        tf.errors.InvalidArgumentError: if there is not one row per example of the global batch.
         RuntimeError: on several replicas, outside of the loss of a training step or an evaluation.
 
     Example:
         >>> own_rows(tf.range(3)).numpy()  # one device
         array([0, 1, 2], dtype=int32)
     """
-    gathering = _ACTIVE.gathering
+    active = active_gathering("own_rows")
+    return map_tensors(active.own_rows if active else None, x)
+
+
+def active_gathering(name: str) -> Gathering | None:
+    """Returns this thread's gathering; None on one device outside of a loss, which has all rows.
+
+    Raises:
+        RuntimeError: on several replicas, outside of the loss of a training step or an evaluation:
+            the rows would be those of one replica.
+    """
     context = tf.distribute.get_replica_context()
-    if gathering is None and context is not None and context.num_replicas_in_sync > 1:
-        raise RuntimeError(
-            "`own_rows` was called in a replica, outside of the loss of a training step or an "
-            "evaluation. Which rows of the batch are this replica's is known only there. Call it "
-            "in compute_loss."
-        )
-
-    def cut(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        leaf = as_rows(leaf)
-        return leaf if gathering is None else gathering.own_rows(leaf)
-
-    rows: Tree = tf.nest.map_structure(cut, x)
-    return rows
+    if _ACTIVE.gathering is None and context is not None and context.num_replicas_in_sync > 1:
+        raise RuntimeError(f"`{name}` must be called in compute_loss; got a call outside of it")
+    return _ACTIVE.gathering
 
 
-def check_dense(x: Any) -> None:
-    """Raises TypeError for ragged and sparse tensors."""
-    if isinstance(x, (tf.RaggedTensor, tf.SparseTensor)):
-        raise TypeError(
-            f"`x` must be a dense tensor; got a {type(x).__name__}. Rows of different sizes cannot "
-            "be put into one table. Gather x.to_tensor(), padded to the same shape everywhere."
-        )
+def map_tensors(function: Callable[[tf.Tensor], tf.Tensor] | None, structure: Tree) -> Tree:
+    """Returns a structure of tensors, or of what a function returns for each; None stays None."""
 
+    def mapped(leaf: Any) -> Any:
+        tensor = None if leaf is None else tf.convert_to_tensor(leaf)
+        return tensor if tensor is None or function is None else function(tensor)
 
-def as_rows(x: Any) -> tf.Tensor:
-    """Returns a leaf as a tensor; raises TypeError or ValueError unless it has rows."""
-    check_dense(x)
-    tensor = tf.convert_to_tensor(x)
-    if tensor.shape.rank == 0:
-        raise ValueError(
-            f"`x` must have one row per example; got {tensor.dtype.name} of shape (). The first "
-            "dimension is the example. Pass x[None] for a single row."
-        )
-    return tensor
-
-
-def check_numbers(x: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor of numbers or bool; raises TypeError for another one."""
-    if WIDER.get(x.dtype, x.dtype) not in SUMMED:
-        raise TypeError(
-            f"`x` must be numbers or bool; got {x.dtype.name}. Replicas exchange rows by adding "
-            "them to zeros. Gather numbers, such as ids or labels."
-        )
-    return x
+    found: Tree = tf.nest.map_structure(mapped, structure)
+    return found
 
 
 @contextlib.contextmanager
@@ -327,23 +232,17 @@ def gathering(
     Raises:
         ValueError: if a global loss on several replicas did not call `all_gather`.
     """
-    before, _ACTIVE.gathering = (
-        _ACTIVE.gathering,
-        Gathering(share, size, model, global_loss=global_loss, num_microbatches=num_microbatches),
-    )
-    mine = _ACTIVE.gathering
+    before = _ACTIVE.gathering
+    mine = Gathering(share, size, model, global_loss=global_loss, num_microbatches=num_microbatches)
+    _ACTIVE.gathering = mine
     try:
         yield
     finally:
         _ACTIVE.gathering = before
-    context = tf.distribute.get_replica_context()
-    if global_loss and not mine.called and context and context.num_replicas_in_sync > 1:
+    if mine.missing:  # the result would be the mean of other losses
         raise ValueError(
-            '`compute_loss` must call all_gather with reduction="global" on several replicas; '
-            f"got none on {context.num_replicas_in_sync} replicas. Each replica sees only its "
-            "share of the batch, so the result would be the mean of other losses. Compute the loss "
-            'from self.all_gather(x), or pass reduction="mean" and return one loss per '
-            "example."
+            '`compute_loss` must call all_gather with reduction="global" on several replicas; got '
+            "no call"
         )
 
 
@@ -352,9 +251,7 @@ def scalar_loss(loss: Any) -> tf.Tensor:
     loss = as_returned_loss(loss, "one number, or (number, aux)")
     if loss.shape.rank != 0:
         raise ValueError(
-            '`compute_loss` must return one number with reduction="global", shape (); got '
-            f"shape {loss.shape}. The trainer does not know how the losses of a batch combine. "
-            'Return for example their mean, or pass reduction="mean".'
+            f'`compute_loss` must return one number with reduction="global"; got shape {loss.shape}'
         )
     return loss
 
@@ -372,58 +269,6 @@ def part_of_mean(loss: tf.Tensor, share: strategies.Share, size: GlobalBatchSize
 
 
 LOSS_REDUCTIONS = ("mean", "global")
-GLOBAL = 'with reduction="global"'
-
-
-def check_loss_reduction(reduction: object, num_microbatches: int) -> None:
-    """Raises ValueError for an unknown reduction, or a global loss of microbatches."""
-    check_choice("reduction", reduction, LOSS_REDUCTIONS)
-    if reduction == "global" and num_microbatches > 1:
-        raise ValueError(
-            f"`num_microbatches` must be 1 {GLOBAL}; got {num_microbatches}. Microbatches are "
-            "computed one after the other, so none of them sees the whole batch that the loss "
-            "compares. Use more replicas, a smaller batch, or keras.RematScope to save memory."
-        )
-
-
-def check_no_weights(example_weights: object) -> None:
-    """Raises ValueError if weights are given that a global loss would ignore."""
-    if example_weights is not None:
-        raise ValueError(
-            f"`example_weights` must not be given {GLOBAL}; got a function. The loss is one "
-            "number, so there is nothing that the trainer could weight. Weight the examples "
-            "inside compute_loss, with self.all_gather(weights)."
-        )
-
-
-def check_gathers(
-    strategy: tf.distribute.Strategy, jit_compile: bool | str, float32_after: int | None
-) -> None:
-    """Raises ValueError if replicas cannot exchange rows inside the step.
-
-    Args:
-        strategy: a strategy with several replicas.
-        jit_compile: the compile mode.
-        float32_after: see `plan_step`.
-    """
-    several = f"{GLOBAL} on several replicas"
-    found = strategies.capabilities(strategy)
-    if found.decides_in_replica or found.asynchronous:
-        raise ValueError(
-            f"`strategy` must be mirrored or multi_worker_mirrored {several}; got "
-            f"{type(strategy).__name__}. Replicas exchange rows in the middle of a step, which "
-            "was not tried there. Use another strategy, or a single replica."
-        )
-    if jit_compile is not False:
-        raise ValueError(
-            f"`jit_compile` must be False {several}; got {shown(jit_compile)}. XLA cannot compile "
-            "a pass in the middle of which replicas exchange rows. Leave out jit_compile=."
-        )
-    if float32_after is not None:
-        raise ValueError(
-            f'`on_stuck` must not be "float32" {several}; got "float32". Replicas cannot exchange '
-            'rows under a condition, here that of a step in float32. Use "raise" or "hold".'
-        )
 
 
 class Inlined:

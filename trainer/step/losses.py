@@ -34,15 +34,6 @@ from trainer.step.gather import scalar_loss
 from trainer.step.objective import ONLY, Objective
 from trainer.step.types import Aux, Batch, GlobalBatchSize, MicrobatchPlan
 
-REMEDY = (
-    "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
-    "examples, and average over any other dimension."
-)
-REMEDY_OF_SCALAR = (
-    "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
-    'examples, or pass reduction="global" if the loss compares the examples with each other.'
-)
-
 
 def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor) -> tf.Tensor:
     """Returns a share's contribution to the global batch's weighted mean: shape (), float32.
@@ -77,23 +68,16 @@ def of_same_shape(losses: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     inner, wanted = losses.shape[1:], weights.shape[1:]
     message = (
         f"`compute_loss` must return losses of the shape of the weights; got shape {losses.shape}, "
-        f"and example_weights returned shape {weights.shape}. Each weight multiplies one loss. "
-        "Leave out the mean over examples and elements, or sum the weights over the elements."
+        f"and weights of shape {weights.shape}"
     )
-    if inner.rank == wanted.rank and inner.is_compatible_with(wanted):
-        if inner.is_fully_defined() and wanted.is_fully_defined():
-            return losses
-        # Broadcasting would count one weight for several losses.
-        same = tf.reduce_all(tf.shape(losses)[1:] == tf.shape(weights)[1:])
-        with tf.control_dependencies(assert_shapes(same, [message])):
-            return tf.identity(losses)
-    if weights.shape.rank == 1:
-        raise ValueError(
-            "`compute_loss` must return one loss per example, shape "
-            f"({weights.shape[0] or 'examples'},); got shape {losses.shape}. {REMEDY} Or return "
-            "weights of that shape from example_weights, one for each element."
-        )
-    raise ValueError(message)
+    if inner.rank != wanted.rank or not inner.is_compatible_with(wanted):
+        raise ValueError(message)
+    if inner.is_fully_defined() and wanted.is_fully_defined():
+        return losses
+    # Broadcasting would count one weight for several losses.
+    same = tf.reduce_all(tf.shape(losses)[1:] == tf.shape(weights)[1:])
+    with tf.control_dependencies(assert_shapes(same, [message])):
+        return tf.identity(losses)
 
 
 def losses_and_aux(
@@ -186,20 +170,15 @@ def by_objective(
         return losses if isinstance(losses, dict) else {ONLY: losses}
     if names == [ONLY]:
         if isinstance(losses, dict):
-            parts = ", ".join(repr(name) for name in losses)
             raise TypeError(
-                "`compute_loss` must return one tensor for one optimizer; got a dict with "
-                f"{parts}. "
-                "A dict has one loss for each optimizer that build_optimizer() returns by name. "
-                "Return the sum of the losses, and the parts as aux, for metrics: (sum, parts)."
+                "`compute_loss` must return one tensor for one optimizer, or (sum of the losses, "
+                f"aux); got a dict with {list(losses)}"
             )
         return {ONLY: losses}
     if not isinstance(losses, dict) or not set(names) <= set(losses):
         found = sorted(losses) if isinstance(losses, dict) else type(losses).__name__
         raise TypeError(
-            f"`compute_loss` must return a dict of losses with {', '.join(map(repr, names))}; got "
-            f"{found}. Each optimizer from build_optimizer() has its own loss. Return "
-            "{name: losses}."
+            f"`compute_loss` must return a dict of losses for the optimizers {names}; got {found}"
         )
     return {name: losses[name] for name in names}
 
@@ -207,20 +186,15 @@ def by_objective(
 def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
     """Returns the losses of a batch, or raises TypeError or ValueError; see `losses_and_aux`."""
     losses = as_returned_loss(losses, "one loss per example, or (losses, aux)")
-    rows = known_examples(batch)
-    wanted = (
-        f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
-    )
-    found = losses.shape[:1].num_elements()
+    rows, found = known_examples(batch), losses.shape[:1].num_elements()
+    wanted = "`compute_loss` must return one loss per example, without their mean, shape"
     if losses.shape.rank == 0 or (rows is not None and found not in (None, rows)):
-        remedy = REMEDY_OF_SCALAR if losses.shape.rank == 0 else REMEDY
-        raise ValueError(f"{wanted} {losses.shape}. {remedy}")
+        raise ValueError(f"{wanted} ({rows or 'examples'},); got shape {losses.shape}")
     if None not in (rows, found):
         return losses
     count = count_examples(batch)[None]
     same = tf.reduce_all(tf.shape(losses)[:1] == count)
-    message = [wanted, tf.shape(losses), "for", count, "examples.", REMEDY]
-    return nan_unless(same, losses, message)
+    return nan_unless(same, losses, [wanted, count, "; got shape", tf.shape(losses)])
 
 
 def nan_unless(same: tf.Tensor, values: tf.Tensor, message: list[Any]) -> tf.Tensor:
@@ -368,10 +342,8 @@ def warn_of_added_losses(
             inner = entry.shape[1:] if entry.shape.rank else ()
             shape = ", ".join(["examples", *map(str, inner)])
             warn_once(
-                f"{name_of(layer)} adds a loss of shape ({shape}), one number per example. The "
-                "trainer takes its weighted mean over the global batch, as it does with the losses "
-                "from compute_loss. Keras's fit sums it, so that it grows with the batch size. Add "
-                "tf.reduce_mean(loss) to be independent of this rule."
+                f"{name_of(layer)} adds a loss of shape ({shape}), one number per example: its "
+                "weighted mean over the global batch counts here, and its sum in Keras's fit."
             )
         elif layer is not None and not plan.single_pass:
             warn_once(
@@ -416,32 +388,28 @@ def tapes_record() -> bool:
     return tape.gradient(y, x) is not None
 
 
-def check_on_tape(recorded: Sequence[Recorded]) -> None:
-    """Raises ValueError if a loss was added where no tape records: it would have no gradient."""
-    if names := {name_of(each.layer) for each in recorded if not each.on_tape}:
-        raise ValueError(
-            "`model` must not add losses inside of keras.remat or tf.recompute_grad; got one of "
-            f"{min(names)} (add_loss or an activity regularizer). No tape records there, so the "
-            "loss would be reported but have no gradient, as in Keras. Add it outside, from what "
-            "the rematerialized layer returns, or create the layer in "
-            'keras.RematScope("activations").'
-        )
+def check_added_losses(recorded: Sequence[Recorded], listed: Sequence[Any]) -> None:
+    """Finds losses that layers have added and that would not move a weight as they should.
 
-
-def warn_of_forgotten_losses(recorded: Sequence[Recorded], listed: Sequence[Any]) -> None:
-    """Warns once of layers whose losses Keras has forgotten, as of a call before the last one.
+    It warns once of what Keras has forgotten: `model.losses` holds what the last call has added.
 
     Args:
         recorded: what the layers have added: see `recorded_losses`.
         listed: `model.losses`.
+
+    Raises:
+        ValueError: if a loss was added where no tape records: it would have no gradient.
     """
+    if names := {name_of(each.layer) for each in recorded if not each.on_tape}:
+        raise ValueError(
+            "`model` must not add losses inside of keras.remat or tf.recompute_grad, without a "
+            f"gradient; got one of {min(names)}"
+        )
     known = {id(loss) for loss in listed}
     if names := {name_of(each.layer) for each in recorded if id(each.loss) not in known}:
         warn_once(
             f"{min(names)} adds a loss (add_loss or an activity regularizer) in a call that is not "
-            "the model's last one in compute_loss. As in Keras, model.losses holds what the last "
-            "call has added. Call the model once, with all inputs in one batch, or add the losses "
-            "of the other calls in compute_loss."
+            "the model's last one in compute_loss, so that it does not count, as in Keras."
         )
 
 

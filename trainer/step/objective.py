@@ -1,17 +1,13 @@
 """The objectives of a step: each has a loss, an optimizer, and the variables that it trains."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import keras
-import tensorflow as tf
 
-import strategies
-from scaling.base.argument_checks import shown
 from trainer.base.tracking import name_of_variable, with_held
 from trainer.keras_compat import MultiOptimizer
-from trainer.step.types import Model, Variable
-from trainer.step.updates import Updates
+from trainer.step.types import Model
 
 # The objective's name if there is only one optimizer. No model attribute can have this name.
 ONLY = ""
@@ -71,10 +67,16 @@ def objectives_of(
         updates_per_step: number of updates in each step, keyed by name; 1 for other names.
 
     Raises:
-        ValueError: if a variable belongs to no optimizer or to more than one, or if a part does not
-            exist or has no trainable variables.
+        ValueError: if a variable belongs to no optimizer or to more than one, if a part does not
+            exist or has no trainable variables, or if `updates_per_step` has another name.
     """
     variables = list(model.trainable_variables)
+    names = list(optimizers) if isinstance(optimizers, Mapping) else []
+    for name in updates_per_step or {}:
+        if name not in names:
+            raise ValueError(
+                f"`updates_per_step` must be keyed by names of optimizers, {names}; got {name!r}"
+            )
     if not isinstance(optimizers, Mapping):
         return [Objective(ONLY, optimizers, tuple(range(len(variables))))]
     objectives = [
@@ -84,7 +86,13 @@ def objectives_of(
         for name, optimizer in optimizers.items()
         if not (optimizer.built and is_frozen(getattr(model, name, None)))
     ]
-    check_each_variable_has_one_optimizer(objectives, variables)
+    for position, variable in enumerate(variables):
+        owners = [objective.name for objective in objectives if position in objective.positions]
+        if len(owners) != 1:
+            raise ValueError(
+                "`model` must have each trainable variable in one optimizer's part; got "
+                f"{name_of_variable(variable)!r} in {owners}"
+            )
     return objectives
 
 
@@ -100,59 +108,11 @@ def positions_of_part(name: str, model: Model) -> tuple[int, ...]:
     Raises:
         ValueError: if there is no such part, or it has no trainable variables.
     """
-    part = getattr(model, name, None)
-    if not hasattr(part, "trainable_variables"):
-        raise ValueError(
-            f"`model` must have an attribute for each optimizer's name; got {shown(name)}, which "
-            f"is not a model, layer or module of {type(model).__name__}. Each optimizer updates "
-            "the variables of the part with its name. Use the parts' names in build_optimizer()."
-        )
-    held = {id(variable) for variable in getattr(part, "trainable_variables", ())}
+    held = {id(each) for each in getattr(getattr(model, name, None), "trainable_variables", ())}
     variables = enumerate(model.trainable_variables)
     positions = tuple(position for position, variable in variables if id(variable) in held)
     if not positions:
         raise ValueError(
-            "`model` must have trainable variables in each optimizer's part; got none in "
-            f"{name!r}. There is nothing to update. Set its trainable to True, or leave out its "
-            "optimizer."
+            f"`model` must have a part with trainable variables for each optimizer; got {name!r}"
         )
     return positions
-
-
-def check_each_variable_has_one_optimizer(
-    objectives: Sequence[Objective], variables: Sequence[Variable]
-) -> None:
-    """Raises ValueError unless every variable belongs to exactly one objective."""
-    for position, variable in enumerate(variables):
-        owners = [objective.name for objective in objectives if position in objective.positions]
-        if len(owners) != 1:
-            found = f"in the parts {' and '.join(map(repr, owners))}" if owners else "in no part"
-            effect = "be updated twice" if owners else "never be updated"
-            raise ValueError(
-                "`model` must have each trainable variable in exactly one optimizer's part; got "
-                f"{name_of_variable(variable)!r} {found}. The variable would "
-                f"{effect}. Make the parts disjoint, and name an optimizer for each of them."
-            )
-
-
-def check_updates(
-    updates: Updates,
-    optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer],
-    strategy: tf.distribute.Strategy,
-) -> None:
-    """Raises ValueError unless the optimizers can take turns as the settings say.
-
-    Args:
-        updates: the settings.
-        optimizers: one optimizer, or a dict of optimizers.
-        strategy: where the step runs. With parameter servers, undoing an update would undo what
-            other workers have written in the meantime.
-    """
-    if updates.alternate_optimizers and strategies.capabilities(strategy).asynchronous:
-        raise ValueError("`alternate_optimizers` must be False with parameter servers; got True")
-    names = list(optimizers) if isinstance(optimizers, Mapping) else []
-    for name in updates.updates_per_step:
-        if name not in names:
-            raise ValueError(
-                f"`updates_per_step` must be keyed by names of optimizers, {names}; got {name!r}"
-            )

@@ -56,14 +56,13 @@ from trainer.step.held_back import HoldBack, frozen_or_unfrozen, is_seed_state
 from trainer.step.losses import (
     added_entries,
     added_loss,
-    check_on_tape,
+    check_added_losses,
     distinct,
     losses_and_aux,
     mask_weightless,
     recorded_losses,
     shared_with,
     warn_of_added_losses,
-    warn_of_forgotten_losses,
     weighted_mean,
 )
 from trainer.step.trace import any_depends, functions_of_one_precision
@@ -386,8 +385,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         listed = plan.model.losses
         added = added_entries(plan.model, listed, scope.losses)
-        warn_of_forgotten_losses(recorded, listed)
-    check_on_tape(recorded)
+    check_added_losses(recorded, listed)
     for variable in filter(scope.is_cast, plan.weights):
         check_not_assigned_in_half(plan.model, variable)
     found = [scope.held_value(variable) for variable in plan.held_back]

@@ -9,7 +9,9 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from scaling.base.argument_checks import check_integer
 from strategies.division import count_examples
+from trainer.base.argument_checks import check_choice
 from trainer.base.tracking import name_of_variable, tracked_variables
 from trainer.keras_compat import (
     computing_in_float32,
@@ -18,16 +20,10 @@ from trainer.keras_compat import (
 )
 from trainer.step import checks
 from trainer.step.float8 import Float8Tensor, check_float8_layers, float8_tensors
-from trainer.step.gather import (
-    Inlined,
-    check_gathers,
-    check_loss_reduction,
-    check_no_weights,
-)
+from trainer.step.gather import LOSS_REDUCTIONS, Inlined
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import (
     Objective,
-    check_updates,
     objectives_of,
     optimizers_in,
     single_optimizers,
@@ -52,7 +48,6 @@ from trainer.step.xla import (
     ONE_REPLICA,
     WITH_PASSES,
     check_compile_mode,
-    check_model_compiles,
     compiled_differentiation,
 )
 
@@ -221,33 +216,39 @@ def plan_step(
         >>> scaling.Cause(int(report.cause)).name, int(report.bad_replica), int(run.step)
         ('FORWARD', 0, 2)
     """
-    if isinstance(reduction, str) and reduction == "global":
-        check_no_weights(example_weights)
-    example_weights = ones if example_weights is None else example_weights
-    update_metrics = no_metrics if update_metrics is None else update_metrics
-    checks.check_others(others)
-    checks.check_functions(
-        compute_loss=compute_loss, example_weights=example_weights, update_metrics=update_metrics
-    )
-    checks.check_bools(record_gradients=record_gradients)
+    check_choice("reduction", reduction, LOSS_REDUCTIONS)
+    check_integer("num_microbatches", num_microbatches, 1)
     check_compile_mode(jit_compile, strategy)
-    checks.check_counts(num_microbatches=num_microbatches)
-    check_loss_reduction(reduction, num_microbatches)
-    checks.check_reduction(updates, rule)
-    checks.check_built_model(model, strategy)
-    if strategy.num_replicas_in_sync * num_microbatches > 1:
-        checks.check_no_stateful_layers(model)
-    skips.check_model(model)
+    if reduction == "global":
+        checks.check_global_loss(
+            strategy,
+            num_microbatches=num_microbatches,
+            example_weights=example_weights,
+            jit_compile=jit_compile,
+            float32_after=skips.float32_after,
+        )
+    if updates.reduce_dtype == "float16" and isinstance(rule, scaling.NoLossScale):
+        raise ValueError(
+            "`reduce_dtype` must not be 'float16' without a loss scale; pass loss_scale=\"dynamic\""
+        )
+    if updates.alternate_optimizers and strategies.capabilities(strategy).asynchronous:
+        # Undoing an update would undo what other workers have written in the meantime.
+        raise ValueError("`alternate_optimizers` must be False with parameter servers; got True")
+    if skips.float32_after is not None and not isinstance(model, keras.Layer):
+        raise ValueError(
+            f'`on_stuck` must not be "float32" for a {type(model).__name__}, which casts by itself'
+        )
+    checks.check_model(model, strategy)
+    divided = strategy.num_replicas_in_sync * num_microbatches > 1
+    checks.check_recurrent_layers([model, *others], divided=divided)
     check_float8_layers(model, strategy)
-    check_model_compiles(model, jit_compile)
-    checks.check_optimizers(optimizer, updates, strategy)
-    check_updates(updates, optimizer, strategy)
+    for each in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
+        checks.check_optimizer(each, strategy)
     objectives = objectives_of(model, optimizer, updates.updates_per_step)
     build_optimizers(model, objectives, updates.ema_momentum)
     partition = [objectives]
     if updates.alternate_optimizers:
         partition = [[objective] for objective in objectives]
-    checks.check_no_bfloat16_in_cudnn(model, *others)
     held_back, seeds = held_back_variables(model, others), seed_states(model, others)
     optimizers = [each for one in objectives for each in optimizers_in(one.optimizer)]
     slots = {id(variable): variable for one in optimizers for variable in one.variables}.values()
@@ -262,8 +263,8 @@ def plan_step(
         rule=rule,
         groups=(),
         compute_loss=compute_loss,
-        example_weights=example_weights,
-        update_metrics=update_metrics,
+        example_weights=ones if example_weights is None else example_weights,
+        update_metrics=no_metrics if update_metrics is None else update_metrics,
         num_microbatches=num_microbatches,
         updates=updates,
         skips=skips,
@@ -278,8 +279,6 @@ def plan_step(
         reduction=reduction,
         float8=float8_tensors(model),
     )
-    if plan.gathers:
-        check_gathers(strategy, jit_compile, skips.float32_after)
     return with_groups(plan, partition, jit_compile)
 
 
@@ -289,20 +288,24 @@ def build_optimizers(
     """Creates every optimizer's slots, for the variables that it updates.
 
     Raises:
-        ValueError: if an optimizer has slots already, and not for these variables.
+        ValueError: if an optimizer that has slots already, or averages of its own, is to keep a
+            moving average.
     """
     for objective in objectives:
         if ema_momentum is not None:
             for optimizer in single_optimizers(objective.optimizer):
+                if optimizer.built or optimizer.use_ema:
+                    raise ValueError(
+                        "`ema_momentum` must be None if the optimizer has been built, or has "
+                        f"use_ema=True; got {ema_momentum!r}"
+                    )
                 optimizer.use_ema = True
                 optimizer.ema_momentum = ema_momentum
-        updated = [model.trainable_variables[at] for at in objective.positions]
         if objective.optimizer.built:
-            checks.check_built_for(objective.optimizer, updated)
             continue
         for optimizer in single_optimizers(objective.optimizer):
             keep_rate_tracked(optimizer)  # the rate may have been set since it was created
-        objective.optimizer.build(updated)
+        objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
 
 def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:
@@ -384,7 +387,6 @@ def microbatch_plan(
 
 def ones(batch: Batch) -> tf.Tensor:
     """Returns a weight of 1 for each example of a batch."""
-    checks.check_has_examples(batch)
     return tf.ones([count_examples(batch)])
 
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import keras
-
 from scaling import Cause
 from trainer.base.fields import check_fields, choice, count, switch
 
@@ -54,14 +52,6 @@ class Skips:
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_fields(self)
-
-    def check_model(self, model: object) -> None:
-        """Raises ValueError if `on_stuck` is "float32" and the model is not a Keras model."""
-        if self.on_stuck == "float32" and not isinstance(model, keras.Layer):
-            raise ValueError(
-                '`on_stuck` must be "raise" or "hold" for a '
-                f'{type(model).__name__}, which casts by itself; got "float32"'
-            )
 
     @property
     def retries(self) -> int:

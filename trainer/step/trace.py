@@ -334,7 +334,7 @@ def functions_of_one_precision(model: keras.Model) -> Iterator[None]:
         model: the model whose pass is traced.
 
     Raises:
-        ValueError: if such a function is called, or one that holds a tensor of another pass.
+        ValueError: if such a function is called.
     """
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly():
@@ -342,7 +342,6 @@ def functions_of_one_precision(model: keras.Model) -> Iterator[None]:
         return
     before = len(graph.get_operations())
     yield
-    check_captures(graph)
     calls = [each for each in graph.get_operations()[before:] if each.type in CALLS]
     owners = dtypes_of_handles(model) if calls else {}
     seen = _SEEN.setdefault(model, {})
@@ -365,25 +364,6 @@ def dtypes_of_handles(model: keras.Model) -> dict[int, str]:
         id(tensorflow_variable(variable).handle): owners[id(variable)].compute_dtype
         for variable in model.weights
     }
-
-
-def check_captures(graph: tf.Graph) -> None:
-    """Raises ValueError if a function has brought a tensor of another trace into a graph.
-
-    TensorFlow's own error comes when the graph is called, and fills pages.
-    """
-    around, outer = [], graph
-    while hasattr(outer, "outer_graph"):
-        outer = outer.outer_graph
-        around.append(outer)
-    for outside, _ in getattr(graph, "captures", ()):
-        if isinstance(outside, tf.__internal__.EagerTensor):
-            continue
-        if not any(outside.graph is each for each in around):
-            raise ValueError(
-                "`compute_loss` must not call a tf.function that kept a value of an earlier trace; "
-                f"got {outside.name!r}: leave out @tf.function"
-            )
 
 
 # The graphs in which the `train_step` that is being traced has attempted an update.

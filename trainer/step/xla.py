@@ -88,22 +88,6 @@ def supports_xla(layer: keras.Layer) -> bool:
     return bool(layer.supports_jit or getattr(layer, "use_cudnn", None) is False)
 
 
-def check_model_compiles(model: Model, jit_compile: bool | str) -> None:
-    """Raises ValueError if XLA is to compile a layer that it cannot compile."""
-    found = layers_without_xla(model) if jit_compile in WITH_PASSES else []
-    if found:
-        kinds = {hasattr(layer, "use_cudnn") for layer in found}
-        remedies = {
-            True: "create LSTM and GRU with use_cudnn=False",
-            False: "apply such layers to the data, with Dataset.map",
-        }
-        raise ValueError(
-            f"`jit_compile` must not be {jit_compile!r} with layers that XLA cannot compile; got "
-            f"{listed_layers(found)}. TensorFlow would fail at the first step. Use "
-            f'"elementwise" or False, or {" and ".join(remedies[kind] for kind in sorted(kinds))}.'
-        )
-
-
 def listed_layers(layers: Sequence[keras.Layer]) -> str:
     """Returns names and classes of layers, for a message."""
     return ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in layers)

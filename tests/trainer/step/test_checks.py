@@ -3,7 +3,7 @@ any step.
 """
 
 import contextlib
-import re
+import dataclasses
 import warnings
 
 import keras
@@ -13,8 +13,9 @@ import tensorflow as tf
 from helpers import Linear, linear_model, needs_multi_optimizer, slopes
 
 import scaling
+import strategies
 from trainer import Checkpoints, Skips, Trainer, TrainingStuckError, Updates
-from trainer.step.checks import check_weights
+from trainer.step.checks import check_global_loss, check_weights
 
 pytestmark = pytest.mark.sampled
 
@@ -32,16 +33,9 @@ def train(trainer, data=(X, X), **arguments):
     return trainer.train(data, **{"steps": 1, "global_batch": 4} | arguments)
 
 
-def half(**arguments):
-    """A model built under mixed_float16."""
-    return keras.Sequential(
-        [keras.Input([1]), keras.layers.Dense(1, dtype="mixed_float16", **arguments)]
-    )
-
-
-def weightless():
-    """A model without weights."""
-    return keras.Sequential([keras.Input([1]), keras.layers.Flatten()])
+def of_layer(**arguments):
+    """A function that builds a model of a dense layer."""
+    return lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1, **arguments)])
 
 
 class Centered(keras.optimizers.SGD):
@@ -52,13 +46,6 @@ class Centered(keras.optimizers.SGD):
         return super().apply_gradients((g - tf.reduce_mean(g), v) for g, v in grads_and_vars)
 
 
-def silent():
-    """A `MultiOptimizer` of one that updates nothing, where the step does not look."""
-    apply = {"apply": lambda self, grads, trainable_variables=None: None}  # noqa: ARG005
-    kind = type("Silent", (keras.optimizers.MultiOptimizer,), apply)
-    return kind(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
-
-
 def built():
     """An optimizer that has been built without averages."""
     optimizer = keras.optimizers.SGD()
@@ -66,112 +53,44 @@ def built():
     return optimizer
 
 
+def scaling_optimizer():
+    """An optimizer of Keras that scales the loss."""
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+
+
+def later():
+    """An optimizer that makes its inner ones when it is built."""
+    return keras.optimizers.MultiOptimizer(lambda _: keras.optimizers.SGD())
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "arguments"),
     [
-        pytest.param(
-            {"optimizer": silent},
-            "`optimizer` must not override apply of MultiOptimizer",
-            marks=needs_multi_optimizer,
-        ),
+        ("model", {"model": None}),
+        ("model", {"model": of_layer(dtype="mixed_float16")}),
+        ("model", {"model": of_layer(dtype="float32"), "precision": "mixed_float16"}),
+        ("model", {"model": of_layer(dtype="float16"), "precision": "mixed_float16"}),
+        ("model", {"model": of_layer(trainable=False)}),
+        ("loss_fn", {"loss_fn": None}),
+        ("optimizer", {"optimizer": Centered}),
+        ("optimizer", {"optimizer": scaling_optimizer}),
+        ("optimizer", {"optimizer": lambda: keras.optimizers.SGD(loss_scale_factor=8.0)}),
+        ("optimizer", {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)}),
+        pytest.param("optimizer", {"optimizer": later}, marks=needs_multi_optimizer),
+        ("ema_momentum", {"optimizer": built, "updates": Updates(ema_momentum=0.9)}),
         (
-            {"optimizer": built, "updates": Updates(ema_momentum=0.9)},
-            "`ema_momentum` must be None if the optimizer has been built",
-        ),
-        (
-            {"model": None},
-            "`model` must be given unless build_model() is overridden",
-        ),
-        (
-            {"model": lambda: 3},
-            "`model` must be a keras.Model, keras.Layer or tf.Module; got int",
-        ),
-        (
-            {"model": half},
-            "`model` must be built under the dtype policy",
-        ),
-        (
+            "ema_momentum",
             {
-                "model": lambda: keras.Sequential(
-                    [keras.Input([1]), keras.layers.Dense(1, dtype="float32")]
-                ),
-                "precision": "mixed_float16",
+                "optimizer": lambda: keras.optimizers.SGD(use_ema=True),
+                "updates": Updates(ema_momentum=0.9),
             },
-            "`model` must be built under the dtype policy",
-        ),
-        (
-            {
-                "model": lambda: keras.Sequential([keras.layers.Dense(1)], name="blind"),
-                "precision": "mixed_float16",
-            },
-            "`model` must declare its inputs to run under 'mixed_float16'; got Sequential 'blind' "
-            "without an input. Keras would cast its inputs to half precision, which rounds token "
-            "ids above 2048 (float16) or 256 (bfloat16). Make keras.Input(shape, dtype=...) its "
-            "first layer.",
-        ),
-        (
-            {
-                "model": lambda: keras.Sequential(
-                    [keras.Input([1]), keras.layers.Dense(1, dtype="float16")]
-                ),
-                "precision": "mixed_float16",
-            },
-            "`model` must keep its weights in float32; got 'sequential/dense/kernel' in float16. "
-            "Updates smaller than 2^-11 of a weight would be lost. Use a mixed_ dtype policy, "
-            "which computes in half precision and keeps float32 weights.",
-        ),
-        (
-            {"model": weightless},
-            "`model` must have trainable variables; got none. There is nothing to update. Create "
-            "them in build_model() or when the model is first called.",
-        ),
-        (
-            {"optimizer": lambda: 3},
-            "`optimizer` must be a keras.optimizers.Optimizer; got int. The step calls the "
-            "optimizer's apply(). Return one from build_optimizer(), or pass optimizer=.",
-        ),
-        (
-            {"optimizer": Centered},
-            "`optimizer` must not override apply_gradients; got Centered. The step calls the "
-            "optimizer's apply(), so the override would be left out. Override "
-            "apply(grads, trainable_variables) instead.",
-        ),
-        (
-            {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
-            "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step "
-            "already scales the loss, and scaling twice would overflow. Pass its .inner_optimizer.",
-        ),
-        (
-            {"optimizer": lambda: keras.optimizers.SGD(loss_scale_factor=8.0)},
-            "`optimizer` must not set loss_scale_factor; got 8.0. The optimizer would divide "
-            "gradients that are already unscaled. Leave out loss_scale_factor=, and pass loss_scale= to the trainer.",
-        ),
-        (
-            {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)},
-            "`optimizer` must not set gradient_accumulation_steps; got 2. The optimizer would "
-            "accumulate over several steps, and its schedule would advance in each of them. Leave "
-            "out gradient_accumulation_steps=, and pass num_microbatches= to the trainer.",
-        ),
-        (
-            {
-                "optimizer": lambda: keras.optimizers.SGD(clipvalue=2.0),
-                "updates": Updates(global_clipnorm=1.0),
-            },
-            "`global_clipnorm` must be None if the optimizer clips",
-        ),
-        (
-            {"loss_fn": None},
-            "`loss_fn` must be given unless compute_loss() is overridden",
         ),
     ],
 )
-def test_models_and_optimizers_are_refused_before_the_first_step(arguments, message):
-    """Errors that only the built model or optimizer shows are raised before any training."""
-    keras.backend.clear_session()  # so that the numbers in layer names restart
-    with pytest.raises((ValueError, TypeError)) as error:
+def test_models_and_optimizers_are_refused_before_the_first_step(name, arguments):
+    """What only the built model or optimizer shows is refused before any training."""
+    with pytest.raises(ValueError, match=f"`{name}` must"):
         train(make(**arguments))
-
-    assert message in str(error.value)
 
 
 class OwnSteps(keras.Model):
@@ -323,12 +242,7 @@ def test_complex_weights_are_refused_by_name():
 
 def test_variables_of_another_strategy_are_refused(mirrored):
     """A model built outside the scope has one copy of its weights and is refused."""
-    message = (
-        r"^`model` must be created in the strategy's scope; got variable '[a-z_\d]+/[a-z_\d]+/kernel', "
-        r"created outside it\. Each replica needs its own copy\. Create the model in build_model\(\), "
-        r"in a function passed as model=, or under strategy\.scope\(\); call enable_lora there, too\.$"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"`model` must.*kernel"):
         train(make(model=linear_model(), strategy=mirrored(2)))
 
 
@@ -353,12 +267,11 @@ class Blind(keras.Model):
         return self.inner(ids)[:, 0]
 
 
-def test_a_sequential_inside_a_model_must_know_its_input():
-    """A nested Sequential without an input shape is refused, because float16 would turn id 2049
-    into 2048.
-    """
-    with pytest.raises(ValueError, match="got Sequential 'inner' without an input"):
-        train(make(model=Blind, precision="mixed_float16"))
+@pytest.mark.parametrize("model", [Blind, lambda: keras.Sequential([keras.layers.Dense(1)])])
+def test_a_sequential_must_know_its_input(model):
+    """Without an Input, also inside of another model, float16 would turn id 2049 into 2048."""
+    with pytest.raises(ValueError, match=r"`model`.*Input"):
+        train(make(model=model, precision="mixed_float16"))
 
 
 def test_weights_written_in_the_forward_pass_are_refused():
@@ -371,36 +284,9 @@ def test_weights_written_in_the_forward_pass_are_refused():
         return keras.Sequential([keras.Input([1]), layer])
 
     trainer = make(model=spectral, precision="mixed_bfloat16")
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared
+    with pytest.raises(ValueError, match="`model`"):
         train(trainer)
-    assert (
-        str(error.value)
-        .rstrip()
-        .endswith(
-            "`model` must not assign its weights in half precision; got an assignment to "
-            f"{trainer.model.trainable_variables[0].path!r} by layer "
-            f"{trainer.model.layers[0].layer.name!r} under 'mixed_bfloat16'. The float32 weight "
-            "would be rounded in every step. Create that layer with dtype='float32'."
-        )
-    )
     assert trainer.totals.attempted == 0
-
-
-@pytest.mark.thorough
-def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
-    """Synchronized layers are refused, because a step has one reduction, after the
-    backward pass.
-    """
-
-    def synchronized():
-        norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
-        return keras.Sequential([keras.Input([1]), norm, keras.layers.Dense(1)])
-
-    assert train(make(model=synchronized)).totals.applied == 1
-    with pytest.raises(
-        ValueError, match="not have synchronized layers with several replicas; got 'norm'"
-    ):
-        train(make(model=synchronized, strategy=mirrored(2)))
 
 
 @pytest.mark.thorough
@@ -433,6 +319,34 @@ def test_layers_that_cudnn_computes_in_bfloat16_are_refused(kind):
         assert train(trainer).totals.attempted == 1
     with pytest.raises(ValueError, match="`model`"):
         train(recurrent(marked=True, policy="mixed_bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("num_microbatches", {"num_microbatches": 2}),
+        ("example_weights", {"example_weights": tf.ones}),
+        ("jit_compile", {"jit_compile": True}),
+        ("on_stuck", {"float32_after": 100}),
+        ("strategy", {}),
+    ],
+)
+def test_what_a_global_loss_cannot_do_is_refused(monkeypatch, mirrored, name, settings):
+    """Each is named; on TPUs, nothing was tried."""
+    possible = {
+        "num_microbatches": 1,
+        "example_weights": None,
+        "jit_compile": False,
+        "float32_after": None,
+    }
+    check_global_loss(mirrored(2), **possible)
+    if name == "strategy":
+        capabilities = dataclasses.replace(
+            strategies.capabilities(mirrored(2)), decides_in_replica=True
+        )
+        monkeypatch.setattr(strategies, "capabilities", lambda _: capabilities)
+    with pytest.raises(ValueError, match=f"`{name}` must"):
+        check_global_loss(mirrored(2), **possible | settings)
 
 
 @pytest.mark.thorough
@@ -472,68 +386,35 @@ def test_a_run_resumes_only_with_the_same_settings(tmp_path, first, second, name
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "arguments"),
     [
-        ({"eval_interval": 2}, "`eval_interval` "),
-        (
-            {"eval_interval": 0, "eval_data": (X, X)},
-            "`eval_interval` ",
-        ),
-        (
-            {"eval_data": tf.data.Dataset.from_tensors((X, X)).repeat()},
-            "`eval_data` ",
-        ),
-        ({"eval_data": (X[:0], X[:0])}, "`eval_data` "),
+        ("eval_interval", {"eval_interval": 2}),
+        ("eval_interval", {"eval_interval": 0, "eval_data": (X, X)}),
+        ("eval_data", {"eval_data": tf.data.Dataset.from_tensors((X, X)).repeat()}),
+        ("eval_data", {"eval_data": (X[:0], X[:0])}),
     ],
 )
-def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
+def test_evaluation_data_is_checked_before_the_first_step(name, arguments):
     """Evaluation data is checked before the first step, not after the steps up to the first
     evaluation.
     """
     trainer = make()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"`{name}` "):
         train(trainer, steps=4, **arguments)
     assert not trainer._started
 
 
 @pytest.mark.parametrize(
-    ("loss", "error", "message"),
+    ("loss", "error"),
     [
-        (
-            tf.reduce_mean,
-            ValueError,
-            "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
-            "trainer itself takes the weighted mean over the global batch. Leave out the mean over "
-            'examples, or pass reduction="global" if the loss compares the examples with each '
-            "other.",
-        ),
-        (
-            lambda p: p[:, None],
-            ValueError,
-            "`compute_loss` must return one loss per example, shape (examples,); got shape (None, "
-            "1). The trainer itself takes the weighted mean over the global batch. Leave out the "
-            "mean over examples, and average over any other dimension.",
-        ),
-        (
-            lambda p: tf.concat([p, p], 0),
-            tf.errors.InvalidArgumentError,
-            "`compute_loss` must return one loss per example",
-        ),
-        (
-            lambda p: tf.cast(p, tf.float16),
-            TypeError,
-            "`compute_loss` must return float32",
-        ),
-        (
-            tf.stop_gradient,
-            ValueError,
-            "`compute_loss` must depend on a trainable variable; got None for every gradient. "
-            "There is nothing to update. Compute the losses from the model's output, without "
-            "tf.stop_gradient or NumPy in between.",
-        ),
+        (tf.reduce_mean, ValueError),
+        (lambda p: p[:, None], ValueError),
+        (lambda p: tf.concat([p, p], 0), tf.errors.InvalidArgumentError),
+        (lambda p: tf.cast(p, tf.float16), TypeError),
+        (tf.stop_gradient, ValueError),
     ],
 )
-def test_losses_of_another_form_are_refused(loss, error, message):
+def test_losses_of_another_form_are_refused(loss, error):
     """Shape and dtype of the losses are checked while the step is traced, or as soon as sizes are
     known.
     """
@@ -544,10 +425,8 @@ def test_losses_of_another_form_are_refused(loss, error, message):
 
     data = tf.data.Dataset.from_tensor_slices(slopes(1.0, 1.0, 1.0)).batch(2)
     trainer = Wrong(verbose=False)
-    with pytest.raises(error) as raised:
+    with pytest.raises(error, match="`compute_loss` must"):
         trainer.train(data, steps=1)
-
-    assert message in str(raised.value)
     assert trainer.weight == 1.0
 
 
@@ -558,7 +437,7 @@ def test_weights_of_another_form_are_refused():
         def example_weights(self, batch):
             return tf.constant(1.0)
 
-    with pytest.raises(ValueError, match=r"`example_weights` must return one weight per example"):
+    with pytest.raises(ValueError, match="`example_weights`"):
         Wrong(verbose=False).train(slopes(1.0, 1.0), steps=1, global_batch=2)
 
 
@@ -567,12 +446,7 @@ def test_weights_of_another_number_are_refused_where_the_number_is_known():
     batch = {"x": tf.ones([2, 5])}
     assert check_weights([1.0, 0.5], batch).dtype == tf.float32
     assert check_weights(tf.ones([2, 3]), batch).shape == [2, 3]
-    message = (
-        "`example_weights` must return one weight per example, shape (2,); got shape (3,). Each weight "
-        "multiplies the loss of one example, or of one element of it. Let the first dimension be the "
-        "example."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match="`example_weights`"):
         check_weights(np.ones([3]), batch)
 
 

@@ -122,24 +122,30 @@ def test_losses_are_found_by_name():
     assert by_objective(2, SINGLE) == {ONLY: 2}
 
 
-@pytest.mark.parametrize(("losses", "found"), [({"a": 1}, r"\['a'\]"), (1.0, "float")])
-def test_each_objective_needs_a_loss(losses, found):
-    """Losses without names, or without one of the names, are refused."""
-    with pytest.raises(TypeError, match=f"must return a dict of losses with 'a', 'b'; got {found}"):
-        by_objective(losses, TWO)
+@pytest.mark.parametrize(
+    ("losses", "objectives"), [({"a": 1}, TWO), (1.0, TWO), ({"task": 1, "size": 2}, SINGLE)]
+)
+def test_each_objective_needs_a_loss(losses, objectives):
+    """Losses without names, without one of the names, or with names for one optimizer."""
+    with pytest.raises(TypeError, match="`compute_loss` must"):
+        by_objective(losses, objectives)
 
 
 @pytest.mark.parametrize(
-    ("losses", "error", "message"),
+    ("losses", "error"),
     [
-        (tf.ones([3], tf.float16), TypeError, "`compute_loss`"),
-        (tf.constant(1.0), ValueError, r"one loss per example, shape \(3,\); got shape \(\)"),
-        (tf.ones([2]), ValueError, r"shape \(3,\); got shape \(2,\)"),
+        (tf.ones([3], tf.float16), TypeError),
+        (tf.constant(1.0), ValueError),
+        (tf.ones([2]), ValueError),
+        (None, TypeError),
+        ((tf.ones([2]), {}, {}), TypeError),
+        ([tf.ones([2]), tf.ones([2])], TypeError),
     ],
+    ids=str,
 )
-def test_losses_are_one_float32_per_example(losses, error, message):
-    """Losses of another dtype or shape are refused."""
-    with pytest.raises(error, match=message):
+def test_losses_are_one_float32_per_example(losses, error):
+    """Another dtype or shape, no `return`, or three results instead of two."""
+    with pytest.raises(error, match="`compute_loss` must"):
         check_losses(losses, BATCH)
 
 
@@ -151,7 +157,7 @@ def test_losses_of_unknown_size_are_checked_when_it_is_known():
         return check_losses(losses, batch)
 
     assert checked(tf.ones([2]), tf.ones([2])).numpy().tolist() == [1.0, 1.0]
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one loss per example"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="`compute_loss` must"):
         checked(tf.ones([1]), tf.ones([2]))
 
 
@@ -169,19 +175,8 @@ def test_losses_that_hide_their_number_are_counted(jit_compile):
     if jit_compile:
         assert np.isnan(checked(tf.constant([True, False]))).all()
     else:
-        with pytest.raises(tf.errors.InvalidArgumentError, match="one loss per example"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="`compute_loss` must"):
             checked(tf.constant([True, False]))
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [None, (tf.ones([2]), {}, {}), [tf.ones([2]), tf.ones([2])], tf.ragged.constant([[1.0], []])],
-    ids=lambda value: type(value).__name__,
-)
-def test_losses_are_one_tensor(losses):
-    """A method without `return`, and three results instead of two, are named."""
-    with pytest.raises(TypeError, match="`compute_loss`"):
-        check_losses(losses, BATCH)
 
 
 def test_losses_of_elements_need_weights_of_elements():
@@ -194,17 +189,12 @@ def test_losses_of_elements_need_weights_of_elements():
     )
 
     assert total == 12.0
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
-        weighted_sum(tf.ones([3, 2]), share_of([1.0, 1.0, 1.0]))
-    assert str(error.value).startswith("`compute_loss` ")
-    message = (
-        "`compute_loss` must return losses of the shape of the weights; got shape (3,), and "
-        "example_weights returned shape (3, 2). Each weight multiplies one loss. Leave out the mean "
-        "over examples and elements, or sum the weights over the elements."
-    )
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        weighted_sum(tf.ones([3]), whole)
-    assert str(error.value) == message
+    for losses, weights in [
+        (tf.ones([3, 2]), share_of([1.0, 1.0, 1.0])),
+        (tf.ones([3]), whole),
+    ]:
+        with pytest.raises(ValueError, match="`compute_loss` must"):
+            weighted_sum(losses, weights)
 
 
 def test_weights_of_elements_are_not_broadcast():
@@ -215,14 +205,8 @@ def test_weights_of_elements_are_not_broadcast():
         return weighted_sum(losses, strategies.whole(losses, weights))
 
     assert float(summed(tf.ones([2, 3]), tf.ones([2, 3]))) == 6.0
-    with pytest.raises(tf.errors.InvalidArgumentError, match="losses of the shape of the weights"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="`compute_loss` must"):
         summed(tf.ones([2, 3]), tf.ones([2, 1]))
-
-
-def test_one_optimizer_takes_no_dict_of_losses():
-    """Several losses of one optimizer are refused by an error that names them and the way out."""
-    with pytest.raises(TypeError, match="`compute_loss`"):
-        by_objective({"task": tf.ones([3]), "size": tf.ones([3])}, SINGLE)
 
 
 def added_over_shares(entries_of, values, weights, parts):
@@ -352,13 +336,7 @@ def test_one_number_per_example_is_weighted_as_the_losses_are(
     mean = np.average(np.arange(1, 8), weights=[1, 0, 2, 1, 1, 3, 1])
     assert report.regularization_loss == pytest.approx(4 * mean, rel=1e-6)
     assert weight == pytest.approx(1.0 - 4 * mean, rel=1e-6)
-    warnings = [record.getMessage() for record in caplog.records if name in record.getMessage()]
-    assert warnings == [
-        f"Layer '{name}' adds a loss of shape (examples, 2), one number per example. The trainer takes its "
-        "weighted mean over the global batch, as it does with the losses from compute_loss. Keras's "
-        "fit sums it, so that it grows with the batch size. Add tf.reduce_mean(loss) to be "
-        "independent of this rule."
-    ]
+    assert len([text for text in caplog.messages if repr(name) in text]) == 1
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
@@ -565,10 +543,5 @@ def test_losses_that_keras_forgets_are_warned_of(caplog, first, other, warns, ma
     with caplog.at_level("WARNING"):
         trainer.train(data, 1, global_batch=4)
 
-    expected = (
-        f"Layer '{name}' adds a loss (add_loss or an activity regularizer) in a call that is not the "
-        "model's last one in compute_loss. As in Keras, model.losses holds what the last call has "
-        "added. Call the model once, with all inputs in one batch, or add the losses of the other "
-        "calls in compute_loss."
-    )
-    assert [text for text in caplog.messages if "adds a loss" in text] == [expected] * warns
+    said = [text for text in caplog.messages if "adds a loss" in text]
+    assert [repr(name) in text for text in said] == [True] * warns

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import imitate_servers
 from plans import Pair, keras_model, plan_of
 
 from scaling import Cause
@@ -120,14 +121,6 @@ def test_ones(batch):
     assert ones(batch).numpy().tolist() == [1.0, 1.0, 1.0]
 
 
-def test_an_optimizer_of_another_model_is_refused():
-    """Keras's error, in the middle of the first step, does not say what to do."""
-    optimizer = keras.optimizers.SGD()
-    plan_of(Pair(), optimizer=optimizer)
-    with pytest.raises(ValueError, match="`optimizer`"):  # the whole message is compared
-        plan_of(Pair(), optimizer=optimizer)
-
-
 def test_a_bad_argument_is_refused_before_the_optimizer_is_built():
     """A plan that cannot work leaves its optimizer as it was."""
     optimizer = keras.optimizers.SGD()
@@ -141,3 +134,10 @@ def test_a_module_cannot_be_made_to_compute_in_float32():
     """It casts in its own code."""
     with pytest.raises(ValueError, match="`on_stuck`"):
         plan_of(Pair(), skips=Skips(on_stuck="float32", max_consecutive=3))
+
+
+def test_optimizers_do_not_take_turns_on_parameter_servers(monkeypatch):
+    """The undoing of the first update would undo those of other workers."""
+    imitate_servers(monkeypatch)
+    with pytest.raises(ValueError, match="`alternate_optimizers`"):
+        plan_of(Pair(), optimizer=two_optimizers(), updates=Updates(alternate_optimizers=True))

@@ -19,7 +19,6 @@ from trainer.step.xla import (
     WITH_PASSES,
     adds_in_rows,
     check_compile_mode,
-    check_model_compiles,
     compiled_differentiation,
     compiled_functions,
     compiled_update,
@@ -140,28 +139,6 @@ class Turned(SmallImages):
         """Random rotations first."""
         turn = keras.layers.RandomRotation(0.1, name="turn")
         return keras.Sequential([keras.Input([8, 8, 1]), turn, super().build_model()])
-
-
-@pytest.mark.parametrize("mode", WITH_PASSES)
-def test_a_layer_that_xla_cannot_compile_is_named(mode):
-    """These modes are refused for a model with a layer that says it is not for XLA."""
-    trainer = Turned(optimizer=adam, jit_compile=mode, verbose=False)
-    with pytest.raises(ValueError, match="`jit_compile`"):
-        trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
-
-
-def test_layers_in_cudnn_have_a_remedy_of_their_own():
-    """On a GPU, Keras takes XLA away from LSTM and GRU, unless they must not use cuDNN. Inside of
-    `Bidirectional` it does so all the same, although XLA can compile them then.
-    """
-    layer = keras.layers.LSTM(2, name="memory")
-    layer.supports_jit = False  # as Keras does where there is a GPU
-    model = keras.Sequential([keras.Input([3, 1]), layer])
-    layer.use_cudnn = False
-    check_model_compiles(model, "step")
-    layer.use_cudnn = "auto"
-    with pytest.raises(ValueError, match="`jit_compile`"):
-        check_model_compiles(model, "step")
 
 
 @pytest.mark.thorough
