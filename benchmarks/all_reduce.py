@@ -140,7 +140,7 @@ def main(_):
     if FLAGS.measure_into:
         strategy = strategies.create("multi_worker_mirrored")
         found = measured(strategy)
-        if strategies.is_chief(strategy):
+        if strategies.capabilities(strategy).is_chief:
             pathlib.Path(FLAGS.measure_into).write_text(json.dumps(found))
         return
     processes = {count: of_processes(count) for count in (2, 4)}

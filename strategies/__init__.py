@@ -1,17 +1,9 @@
 """Where a step runs, how its batch is divided, and how its replicas agree."""
 
-from strategies.capabilities import (
-    Capabilities,
-    capabilities,
-    decides_inside,
-    exchanges_one_shape,
-    has_workers,
-    is_asynchronous,
-    is_chief,
-)
+from strategies.capabilities import Capabilities, capabilities
 from strategies.cluster import find_cluster
 from strategies.collectives import agree, any_worker, from_chief, sum_gradients
-from strategies.division import Share, check_divisible, own_share, shares, take, whole
+from strategies.division import Share, own_share, shares, take, whole
 from strategies.registry import check_devices, create, names, register, split_cpu
 
 __all__ = [
@@ -21,15 +13,9 @@ __all__ = [
     "any_worker",
     "capabilities",
     "check_devices",
-    "check_divisible",
     "create",
-    "decides_inside",
-    "exchanges_one_shape",
     "find_cluster",
     "from_chief",
-    "has_workers",
-    "is_asynchronous",
-    "is_chief",
     "names",
     "own_share",
     "register",

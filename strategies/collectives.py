@@ -4,7 +4,7 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from strategies.capabilities import exchanges_one_shape, has_workers
+from strategies.capabilities import capabilities
 
 REDUCE_DTYPES = ("float16", "bfloat16")  # in which gradients may be summed, besides their own
 Structure = TypeVar("Structure")  # any structure of tensors, None and tf.IndexedSlices
@@ -64,7 +64,7 @@ def sum_gradients(
     ]
     if context.num_replicas_in_sync == 1:
         return gradients
-    one_shape = exchanges_one_shape(context.strategy)
+    one_shape = capabilities(context.strategy).one_shape
     sent = [_as_sent(_of_one_shape(leaf) if one_shape else leaf, dtype) for leaf in present]
     buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bucket_bytes or 0)
     total = tf.distribute.ReduceOp.SUM
@@ -114,7 +114,7 @@ def any_worker(flag: Flag, strategy: tf.distribute.Strategy) -> Flag:
         >>> any_worker(True, tf.distribute.get_strategy())
         True
     """
-    if not has_workers(strategy):
+    if not capabilities(strategy).multi_worker:
         return flag
     # The cast is done in replica context to place the number on the device that sums it.
     total = strategy.run(lambda: sum_gradients(tf.cast(flag, tf.float32)))
@@ -135,7 +135,7 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
         >>> from_chief(7, tf.distribute.get_strategy())
         7
     """
-    if not has_workers(strategy):
+    if not capabilities(strategy).multi_worker:
         return number
 
     def chief_value_or_zero() -> tf.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from strategies.capabilities import decides_inside
+from strategies.capabilities import capabilities
 
 # One component of a batch, of any dtype. None stays None in every part.
 Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | None"
@@ -119,7 +119,7 @@ def shares(batch: Batch, weights: tf.Tensor, strategy: tf.distribute.Strategy) -
     share, replicas = whole(batch, weights), strategy.num_replicas_in_sync
     # A TPU's program must know the number of its examples when it is compiled. Of what it is
     # handed it does not know that, so it is handed the whole batch and cuts its share itself.
-    if replicas == 1 or decides_inside(strategy):
+    if replicas == 1 or capabilities(strategy).decides_in_replica:
         return share
     with tf.device("/device:CPU:0"):
         found: Share = strategy.experimental_distribute_values_from_function(
@@ -131,7 +131,7 @@ def shares(batch: Batch, weights: tf.Tensor, strategy: tf.distribute.Strategy) -
 def own_share(share: Share) -> Share:
     """Returns a replica's share of what `shares` returned. Call it in replica context."""
     context = tf.distribute.get_replica_context()
-    if not decides_inside(context.strategy):
+    if not capabilities(context.strategy).decides_in_replica:
         return share
     return take(share, context.replica_id_in_sync_group, context.num_replicas_in_sync)
 
@@ -230,21 +230,3 @@ def count_examples(batch: Batch) -> tf.Tensor:
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
     return tf.shape(first)[0]
-
-
-def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int) -> None:
-    """Raises ValueError if a global batch of this size would leave a microbatch empty.
-
-    Args:
-        global_batch: number of examples in a full batch, over all replicas.
-        num_replicas: number of replicas that the batch is divided over.
-        num_microbatches: number of microbatches that each replica divides its share into.
-
-    Example:
-        >>> check_divisible(64, num_replicas=2, num_microbatches=4)
-    """
-    if global_batch < num_replicas * num_microbatches:
-        raise ValueError(
-            f"`global_batch` must be at least {num_replicas} replicas x {num_microbatches} "
-            f"microbatches; got {global_batch}"
-        )

@@ -520,7 +520,7 @@ class Trainer(Task):
                 return 0, None
             return self.totals.attempted, self._parts.checkpoints.latest
 
-        if not strategies.has_workers(self.strategy):
+        if not strategies.capabilities(self.strategy).multi_worker:
             return contextlib.nullcontext()
         return worker_loss_explained(self.strategy, progress)
 
@@ -824,8 +824,12 @@ class Trainer(Task):
             one_size=self._needs_one_size(),
             whole=self._takes_whole_batches(),
         )
-        replicas = self.strategy.num_replicas_in_sync
-        strategies.check_divisible(found.global_batch, replicas, self.num_microbatches)
+        least = self.strategy.num_replicas_in_sync * self.num_microbatches
+        if found.global_batch < least:
+            raise ValueError(
+                f"`global_batch` must be at least {least}, the microbatches of all replicas; "
+                f"got {found.global_batch}"
+            )
         return found
 
     def _needs_one_size(self) -> bool:

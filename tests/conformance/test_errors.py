@@ -14,7 +14,6 @@ from absl import flags
 from helpers import linear_model
 
 import scaling
-import strategies
 import trainer
 import trainer.flags
 from trainer import Checkpoints, Divergence, Losses, Monitoring, Skips, Updates
@@ -142,5 +141,3 @@ def test_strategies_that_are_too_small_for_a_batch(mirrored):
     """A replica without an example is refused."""
     with refused("global_batch"):
         make(strategy=mirrored(2)).train(DATA, 1, global_batch=1)
-    with refused("global_batch"):
-        strategies.check_divisible(3, num_replicas=2, num_microbatches=2)

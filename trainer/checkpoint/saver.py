@@ -360,7 +360,7 @@ class CheckpointSaver:
     @property
     def _keeps_files(self) -> bool:
         """Whether this process is the one whose files are kept."""
-        return strategies.is_chief(self._strategy)
+        return strategies.capabilities(self._strategy).is_chief
 
 
 def has_checkpoints(
@@ -373,7 +373,7 @@ def has_checkpoints(
     """
     if model_dir is None:
         return False
-    if clean_up and strategies.is_chief(strategy):
+    if clean_up and strategies.capabilities(strategy).is_chief:
         clean_up_folders(model_dir, PREFIX)
     found = bool(folder.committed(model_dir, PREFIX))
     return strategies.from_chief(int(found), strategy) > 0

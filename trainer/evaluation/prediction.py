@@ -48,7 +48,7 @@ def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
     composite = isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor)
     if composite and len(parts) == strategy.num_replicas_in_sync:
         return concatenated(parts)  # `gather` takes dense tensors only
-    if strategies.has_workers(strategy) and strategy.num_replicas_in_sync > 1:
+    if strategies.capabilities(strategy).multi_worker and strategy.num_replicas_in_sync > 1:
         return gathered_from_workers(strategy, shares, parts[0])
     with tf.control_dependencies([] if composite else check_inner_shapes(parts)):
         return strategy.gather(shares, axis=0)

@@ -170,7 +170,7 @@ def check_agreed(declare: Callable[[], Fingerprint], strategy: tf.distribute.Str
         declare: returns what this worker declares. It is not called without several workers.
         strategy: the strategy.
     """
-    if not strategies.has_workers(strategy):
+    if not strategies.capabilities(strategy).multi_worker:
         return
     ours = declare()
     text = json.dumps(ours, sort_keys=True)
@@ -193,7 +193,7 @@ def text_from_chief(text: str, strategy: tf.distribute.Strategy) -> str:
     """Returns, on every worker, the chief's text."""
     count = strategies.from_chief(len(text.encode()), strategy)
     own = np.zeros(count + -count % 8, np.uint8)
-    if strategies.is_chief(strategy):
+    if strategies.capabilities(strategy).is_chief:
         own[:count] = np.frombuffer(text.encode(), np.uint8)
 
     def of_chief() -> tf.Tensor:

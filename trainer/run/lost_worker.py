@@ -42,7 +42,7 @@ def worker_loss_explained(
     try:
         yield
     except tf.errors.OpError as error:
-        of_job = strategies.has_workers(strategy) or strategies.is_asynchronous(strategy)
+        of_job = strategies.capabilities(strategy).several_processes
         lost = of_job and lost_worker(strategy, error.message)
         if not lost:
             raise
@@ -89,7 +89,7 @@ def silent_members_end_the_run(
         progress: returns the last known step, and the newest checkpoint or None. It is called in
             another thread, and must not read variables.
     """
-    cluster = strategies.find_cluster() if strategies.is_asynchronous(strategy) else None
+    cluster = strategies.find_cluster() if strategies.capabilities(strategy).asynchronous else None
     if cluster is None:
         yield
         return

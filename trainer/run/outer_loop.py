@@ -261,7 +261,8 @@ class OuterLoop:
         """Does what `run` says."""
         target = self._request.target
         strategy = self._trainer.strategy
-        on_servers = strategies.is_asynchronous(strategy)  # they may be lost with the variables
+        # The servers may be lost with the variables.
+        on_servers = strategies.capabilities(strategy).asynchronous
         known = self._known_progress if on_servers else self._progress
         with (
             self._tracked(),
@@ -423,7 +424,7 @@ class OuterLoop:
         # Read the reports now instead of at the next log line: `read` raises if the run is stuck,
         # and a loop that ends early, or at a step to record, may have ended for that reason. The
         # steps of parameter servers are all scheduled before one of them can end the run.
-        on_servers = strategies.is_asynchronous(self._trainer.strategy)
+        on_servers = strategies.capabilities(self._trainer.strategy).asynchronous
         if self._parts.recorder or self._step < end or on_servers:
             self._reporter.read()
 
@@ -446,7 +447,8 @@ class OuterLoop:
         taken = done - self._step
         if done == self._start and self._parts.plan.jit_compile in WITH_PASSES:
             error.add_note("To run the step without XLA, pass jit_compile=False.")
-        if strategies.is_asynchronous(self._trainer.strategy):  # workers may still be in steps
+        # Workers may still be in steps.
+        if strategies.capabilities(self._trainer.strategy).asynchronous:
             self._position.taken += taken
         else:
             self._account_for(self._parts.pending.read(taken))
@@ -495,7 +497,7 @@ class OuterLoop:
         try:
             function()
         except Exception as error:
-            several = strategies.has_workers(self._trainer.strategy)
+            several = strategies.capabilities(self._trainer.strategy).multi_worker
             if several and not isinstance(error, UnequalLengthsError):
                 error.add_note(f"raised at step {self._step}: {UNSAVED}")
                 raise

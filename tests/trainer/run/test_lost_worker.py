@@ -1,11 +1,13 @@
 """A lost worker is named; the jobs of several processes are in tests/laws/test_workers.py."""
 
+import dataclasses
 import pathlib
 import types
 
 import pytest
 import tensorflow as tf
 
+import strategies
 from strategies.launch import free_ports
 from strategies.liveness import Answer
 from trainer import WorkerLostError
@@ -19,12 +21,18 @@ GONE = (
 CLUSTER = tf.train.ClusterSpec({"worker": ["a:1", "b:2"], "ps": ["c:3"]})
 
 
+def be_in_job(monkeypatch, **different):
+    """Gives every strategy the capabilities of the default one, but for some."""
+    found = strategies.capabilities(tf.distribute.get_strategy())
+    found = dataclasses.replace(found, **different)
+    monkeypatch.setattr(strategies, "capabilities", lambda _: found)
+
+
 @pytest.fixture
 def strategy(monkeypatch):
     """A stand-in for the strategy of worker 0 in a job of two workers and a parameter server."""
     resolver = types.SimpleNamespace(task_type="worker", task_id=0, cluster_spec=lambda: CLUSTER)
-    monkeypatch.setattr(module.strategies, "has_workers", lambda _: True)
-    monkeypatch.setattr(module.strategies, "is_asynchronous", lambda _: False)
+    be_in_job(monkeypatch, multi_worker=True)
     return types.SimpleNamespace(cluster_resolver=resolver)
 
 
@@ -68,7 +76,7 @@ def test_a_server_of_a_strategy_without_a_resolver(strategy, monkeypatch):
 @pytest.mark.parametrize("has_workers", [True, False])
 def test_other_errors_pass_unchanged(strategy, monkeypatch, has_workers):
     """An error that names no other worker, or comes from a run on one machine, is not replaced."""
-    monkeypatch.setattr(module.strategies, "has_workers", lambda _: has_workers)
+    be_in_job(monkeypatch, multi_worker=has_workers)
     text = "nothing is known" if has_workers else GONE.format("says that")
     cause = tf.errors.UnavailableError(None, None, text)
     with pytest.raises(tf.errors.UnavailableError) as error:
@@ -117,7 +125,7 @@ def lost(monkeypatch):
 
     monkeypatch.setattr(module, "LifeWatch", Watch)
     monkeypatch.setattr(stop_signals.os, "_exit", end)
-    monkeypatch.setattr(module.strategies, "is_asynchronous", lambda _: True)
+    be_in_job(monkeypatch, asynchronous=True)
     job = types.SimpleNamespace(cluster_spec=lambda: spec)
     monkeypatch.setattr(module.strategies, "find_cluster", lambda: job)
     with module.silent_members_end_the_run(None, lambda: (40, pathlib.Path("run/ckpt-40"))):
