@@ -178,6 +178,7 @@ def as_model():
     return keras.Model(inputs, Block()(inputs))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -66,6 +66,7 @@ def test_a_model_that_draws_and_assigns(mode):
     assert np.abs(noise).max() < 5 * np.abs(kernel).sum()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [False, True, "step"])
 def test_the_results_are_those_without_xla(mode):
     """Loss and outputs, within rounding, for batches of two sizes."""
@@ -122,6 +123,7 @@ class Selecting(Trainer):
         return self.last_of(batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [False, True, "step"])
 def test_sizes_that_depend_on_values(mode, caplog):
     """XLA would take the last row of the memory that it reserves, which was not selected."""
@@ -139,6 +141,7 @@ def test_sizes_that_depend_on_values(mode, caplog):
     assert ("behind 'boolean_mask/Where', sized by values" in caplog.text) == bool(mode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [False, True, "step"])
 def test_what_is_compiled(mode):
     """Passes in the training precision, if those of the step are; never those in float32."""

@@ -41,6 +41,7 @@ class Deviation(keras.metrics.Metric):
         return self.total / self.count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("metric", [share_error, Deviation], ids=["function", "object"])
 def test_an_empty_share_is_left_out(mirrored, replicas, metric):
@@ -212,6 +213,7 @@ PADDED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_padding_that_keras_masks_counts_in_no_metric(mirrored, replicas, weighted):

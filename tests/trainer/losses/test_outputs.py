@@ -148,6 +148,7 @@ def one_or_two(form):
 BOTH = {"a": Y["a"], "b": Y["a"] + 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "losses", "labels", "metrics"),
     [

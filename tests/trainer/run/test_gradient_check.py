@@ -121,6 +121,7 @@ def images_of_one_value(seed):
     return plan_of(model, compute_loss), (tf.zeros([8, 6, 6, 3]), tf.range(8) % 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_a_wrong_gradient_is_refused_among_rounding(monkeypatch, seed):
     """A trial with zeros is accepted, where BatchNorm magnifies rounding; an error of 1% is not."""
@@ -221,6 +222,7 @@ def test_what_couples_examples_is_named(caplog, name):
     assert named is None or named in result
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_loss_that_couples_examples_is_named(mirrored, dropout, replicas):

@@ -269,6 +269,7 @@ def test_the_place_in_data_is_not_lost_without_a_word(tmp_path):
     assert anew.totals.attempted == 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [

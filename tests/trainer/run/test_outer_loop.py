@@ -415,6 +415,7 @@ def test_a_hook_that_raises_before_an_evaluation_loses_nothing(tmp_path):
     assert ended == [1, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("hook", ["on_evaluate_begin", "on_evaluate_end"])
 def test_an_evaluation_that_a_hook_interrupted_is_repeated(hook, saved, tmp_path):

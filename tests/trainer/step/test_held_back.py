@@ -463,6 +463,7 @@ def gradients_and_loss(run):
     return [each.numpy() for each in (loss, *gradients)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_bits_are_those_of_casts_in_the_loop(name, policy, casts_of_layers):
     """Loss and gradients have the same bits; no loop casts a weight any more."""
