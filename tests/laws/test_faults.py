@@ -267,6 +267,7 @@ def generated(generator):
     return tf.data.Dataset.from_generator(generator, output_signature=spec).map(examples)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("broken", "mended", "data_resume"),
     [

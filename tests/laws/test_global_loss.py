@@ -299,6 +299,7 @@ def test_metrics_of_gathered_rows_are_those_of_one_device(mirrored, size):
     assert found["hits"] == pytest.approx(wanted["hits"], abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [7, pytest.param(9, marks=pytest.mark.thorough)])
 def test_gathered_rows_are_refused_as_aux(mirrored, size):
     """They would be cut to the first rows on every replica: a wrong metric without a word."""

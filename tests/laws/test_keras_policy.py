@@ -48,6 +48,7 @@ def trainer_of(model, **arguments):
     return Trainer(model=model, optimizer=sgd, **given)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["mse", pytest.param("object", marks=pytest.mark.thorough)])
 def test_float64_trains_as_fit_does(of_keras, loss):
     """Under the global policy "float64" the loss after 50 steps is that of `fit`."""

@@ -232,6 +232,7 @@ class Steps(Callback):
         self.seen.append((epoch, self.trainer.totals.attempted))
 
 
+@pytest.mark.thorough
 def test_epochs_end_where_passes_over_the_data_end():
     """With data of another length, too, and after a phase that ended within a pass; and a target in
     epochs counts the passes over all data.

@@ -86,6 +86,7 @@ def test_a_step_moves_as_a_plain_loop(mirrored, replicas, microbatches, name, ki
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "weights", [OF_EXAMPLES["sum 0"], np.int32([-1, 2, -3, 0, 1, 1, -1, 2, -1])]
 )

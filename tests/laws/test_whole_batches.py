@@ -92,6 +92,7 @@ def one_by_one(trainer):
         trainer.train_on_batch(batch)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "train",
     [

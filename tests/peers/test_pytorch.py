@@ -395,6 +395,7 @@ def test_the_scale_does_not_overflow():
     assert float(state.loss_scale) == 2.0**126
 
 
+@pytest.mark.thorough
 def test_several_devices(mirrored, on_replicas):
     """An overflow on one of two devices halves the scale of both, and both are told to skip."""
     strategy = mirrored(2)

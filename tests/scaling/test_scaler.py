@@ -483,6 +483,7 @@ class OwnStep(keras.Sequential):
         return tf.concat([tf.reshape(weight, [-1]) for weight in self.trainable_variables], axis=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("steps", [1, 5])
 def test_steps_of_keras_in_one_call_are_those_of_several(steps, jit_compile):

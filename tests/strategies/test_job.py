@@ -67,6 +67,7 @@ def test_a_process_joins_its_job_once(monkeypatch):
         assert job.join_job(cluster, create) is first
 
 
+@pytest.mark.thorough
 def test_missing_processes_are_named(monkeypatch, caplog):
     """Only the processes that are missing are named, first in a warning and then in the error."""
     monkeypatch.setattr(job, "WAIT_SECS", 1.5)

@@ -86,6 +86,7 @@ def test_a_killed_process_counts_as_the_first_to_fail():
     assert job._wait() == Task("worker", 1)
 
 
+@pytest.mark.thorough
 def test_a_process_that_will_not_end_is_killed(monkeypatch):
     """A process that ignores SIGTERM is killed after the time it has for saving."""
     monkeypatch.setattr(launch, "GRACE_SECS", 0.5)
@@ -104,6 +105,7 @@ def test_a_process_that_will_not_end_is_killed(monkeypatch):
     assert job.processes[Task("worker", 1)].returncode == -signal.SIGKILL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", ["worker", "ps"])
 def test_a_worker_can_be_replaced_and_a_server_cannot(tmp_path, monkeypatch, victim):
     """A killed worker is restarted until the chief ends; a killed server ends the job, because it

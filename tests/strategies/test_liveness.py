@@ -66,6 +66,7 @@ def test_ports_where_nothing_listens_refuse(address):
     assert ask(f"{address}:{free_ports(1)[0]}") is Answer.REFUSED
 
 
+@pytest.mark.thorough
 def test_a_watch_tells_of_a_loss_once_and_again_after_a_return():
     """A lost process is told once; after it has answered, a second loss is told again. What
     answers is never told, and nothing is told once the context has ended.

@@ -245,6 +245,7 @@ def test_a_script_has_its_own_defaults():
 HELD_OUT = slopes(2.0, 2.0, 2.0, 2.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "steps", "loss"),
     [
@@ -308,6 +309,7 @@ def test_a_dataset_is_batched_already():
     assert run_mode(made, train, test, values) == {"loss": 6.0}
 
 
+@pytest.mark.thorough
 def test_data_of_python_are_read_after_training():
     """They may be readable once only."""
     values = parse("--steps=2", "--global_batch=4")
@@ -322,6 +324,7 @@ def test_data_of_python_are_read_after_training():
     assert set(reads) == {2}
 
 
+@pytest.mark.thorough
 def test_without_test_data_nothing_is_evaluated():
     """Without test data, training returns None, and `--eval_interval` is an error."""
     values = parse("--steps=2", "--global_batch=4")

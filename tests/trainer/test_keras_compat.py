@@ -212,6 +212,7 @@ def test_the_layer_that_added_a_loss_is_found():
     assert [layer and layer.name for layer in layers] == ["first", "last", None]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_half_model_computes_exactly_in_float32(policy):
     """Inside the context a mixed model gives the bits of a float32 model with the same weights."""
@@ -441,6 +442,7 @@ def second_derivatives(layer, x, direction):
     return tape.gradient(along, x), (slope(x + step) - slope(x - step)) / 2e-5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", NORMALIZATIONS)
 def test_normalization_layers_have_right_second_derivatives(what):
     """Inside the context second derivatives equal finite differences in float64; outside of it

@@ -185,6 +185,7 @@ def test_a_second_call_goes_on():
     assert trainer.totals.attempted == 5
 
 
+@pytest.mark.thorough
 def test_the_folder_of_a_run_does_not_follow_the_working_directory(tmp_path, monkeypatch):
     """A relative `model_dir` is that of the directory in which the trainer was made."""
     (tmp_path / "elsewhere").mkdir()

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from helpers import Linear, slopes
 
 from trainer import tune
@@ -16,6 +17,7 @@ def make(jit_compile):
     return trainer, {"train_data": slopes(1.0, 2.0), "global_batch": 2}
 
 
+@pytest.mark.thorough
 def test_the_fastest_mode_is_printed(monkeypatch, capsys):
     """Of the modes that are possible; the others are named."""
     monkeypatch.setattr(tune, "COMPILE_MODES", (False, "elementwise", "step"))

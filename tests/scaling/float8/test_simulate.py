@@ -73,6 +73,7 @@ def some_magnitudes(number):
         yield str(rng.choice([*FORMATS])), found.tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [2, pytest.param(1024, marks=pytest.mark.thorough)])
 def test_tensors_of_any_length_are_played_as_in_plain_python(length):
     """Together as alone: the delayed scale is that of a queue, the current one that of the step."""

@@ -72,6 +72,7 @@ def mixed_history():
         yield Verdict(tf.constant(finite), tf.constant(int(cause)), tf.constant(float(magnitude)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("rule", MOVING, ids=name)
 def test_eager_graph_and_xla_agree(rule, jit_compile):

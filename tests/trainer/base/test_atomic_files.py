@@ -235,6 +235,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     assert trainer.train(slopes(1.0), steps=1, global_batch=1).steps_run == 1
 
 
+@pytest.mark.thorough
 def test_another_trainer_of_the_process_holds_the_folder(tmp_path):
     """L22: until `save_checkpoint` ends its calls of train_on_batch."""
     first, second = (Linear(model_dir=tmp_path, verbose=False) for _ in range(2))

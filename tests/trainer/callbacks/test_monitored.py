@@ -127,6 +127,7 @@ def run(*targets, folder=None, patience=2, eval_data=WORSE, **arguments):
     return line, stopping
 
 
+@pytest.mark.thorough
 def test_it_ends_a_run_and_restores_the_best_weights():
     """After `patience` evaluations without improvement the run ends with the weights of the best,
     and nothing was evaluated twice.

@@ -70,6 +70,7 @@ def test_an_action_has_one_period(periods):
         Action(print, **periods)
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_in_an_error_calls_no_action():
     """A run that must end raises before the next action runs, even if the next log line is due much
     later.
@@ -107,6 +108,7 @@ def test_an_action_keeps_its_clock_and_its_state(monkeypatch):
     assert restored.is_due(0, 1)
 
 
+@pytest.mark.thorough
 def test_two_actions_keep_their_own_states(tmp_path):
     """A resumed run finds the state of each by the name of its function, in whatever order they are."""
 

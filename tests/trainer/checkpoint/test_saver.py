@@ -371,6 +371,7 @@ def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
     assert last.train(data, steps=8, global_batch=2).steps_run == 2
 
 
+@pytest.mark.thorough
 def test_without_an_interval_one_is_written_at_the_end(tmp_path):
     """Without a `model_dir`, none is written at all."""
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=30, global_batch=1)
@@ -444,6 +445,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     assert "damaged" not in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_holds_other_variables_only_if_they_differ(tmp_path):
     """What is compared is each owner's variables, without the numbers that Keras gives."""
     trainer = Linear(model_dir=tmp_path, verbose=False)
@@ -490,6 +492,7 @@ class Pair(keras.Model):
         return self.one(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "model", "optimizer", "found"),
     [
@@ -718,6 +721,7 @@ class Raising(Linear):
         1 / (1 - step)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("online", [False, True])
 def test_an_error_waits_for_the_checkpoint_that_is_written(tmp_path, monkeypatch, online):
     """When it is raised, another run may write to the folder, so the thread must have ended."""

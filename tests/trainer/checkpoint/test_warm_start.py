@@ -101,6 +101,7 @@ def assert_only_weights(trainer, weights):
     assert all(not np.any(variable.numpy()) for variable in slots)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "what",
     [
@@ -336,6 +337,7 @@ def test_optimizers_of_a_models_own_are_no_weights(tmp_path):
     read_file(tmp_path / "pair.weights.h5", Pair())
 
 
+@pytest.mark.thorough
 def test_numbers_that_are_no_weights_may_be_in_a_file(old, tmp_path):
     """Those of the optimizer that Keras trained the model with."""
     _, trainer = old
@@ -375,6 +377,7 @@ def test_damaged_checkpoints_are_not_used(old, tmp_path):
 # Some of the weights.
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "skip", "fresh"),
     [

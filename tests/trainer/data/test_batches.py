@@ -110,6 +110,7 @@ IN_STRUCTURES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("read_by_python", [False, True])
 @pytest.mark.parametrize("structure", IN_STRUCTURES)
 def test_batches_of_one_size_say_it(structure, read_by_python):
@@ -135,6 +136,7 @@ def test_batches_of_one_size_say_it(structure, read_by_python):
             list(dataset)
 
 
+@pytest.mark.thorough
 def test_arrays_are_left_as_they_are():
     """Whether arrays divide evenly is known at once: no batch needs to be looked at."""
     found = batches((TABLE, TABLE), "data", tf.distribute.get_strategy(), 3, one_size=True)

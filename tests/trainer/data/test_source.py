@@ -16,6 +16,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_position_is_found_again(kind, tmp_path):
     """A new object of the same data goes on with the next batch, in the middle and at the end of a

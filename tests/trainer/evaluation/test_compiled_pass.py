@@ -49,6 +49,7 @@ def trainer_in(mode, layer=keras.layers.Identity, **arguments):
     return trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [True, "step"])
 def test_a_model_that_draws_and_assigns(mode):
     """What it draws and assigns is held back in the program, and belongs to this call alone."""
@@ -180,6 +181,7 @@ def test_strings_from_outside_cannot_be_read(caplog):
     assert "'an input of strings'" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_an_int32_variable_on_a_gpu_cannot_be_read(monkeypatch, caplog, on_gpu):
     """TensorFlow keeps it in the host's memory."""

@@ -124,6 +124,7 @@ def test_the_average_is_not_used_beside_a_run():
     assert refused
 
 
+@pytest.mark.thorough
 def test_a_program_uses_the_average():
     """Inside `trainer.averaged_weights` the model has the average, steps are refused, and `evaluate`
     uses it; afterwards the run goes on as if nothing had been.

@@ -274,6 +274,7 @@ def test_a_model_without_trainable_variables_is_evaluated(mirrored, make, precis
     assert given.predict(X, global_batch=4).shape == full(X).shape
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "data"), [("predict", X), ("evaluate", (X, Y))])
 def test_results_of_a_folder_without_a_checkpoint_are_said_to_be_untrained(
     method, data, tmp_path, caplog

@@ -67,6 +67,7 @@ def loaded(path):
     return call, real
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["model.keras", "folder"])
 @pytest.mark.parametrize(
     "precision",
@@ -307,6 +308,7 @@ class Pair(keras.layers.Layer):
         return super().get_config() | {"units": self.units}
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("name", ["model", "model.keras"])
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])

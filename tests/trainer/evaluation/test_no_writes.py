@@ -75,6 +75,7 @@ class CentredInKeras(keras.Model):
         return self.dense(self.module(inputs))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [Centred, CentredInKeras])
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_evaluation_leaves_variables_that_the_model_assigns(mirrored, make, replicas):
@@ -154,6 +155,7 @@ class Noisy(Trainer):
         return (self.model(batch[0], training=training)[:, 0] - batch[1]) ** 2 + noise
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["model", "trainer"])
 @pytest.mark.parametrize("kind", ["keras", "tensorflow"])
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.thorough)])

@@ -165,6 +165,7 @@ class Doubling(tf.Module):
         return self.factor * x
 
 
+@pytest.mark.thorough
 def test_a_prediction_in_another_thread_undoes_no_step():
     """It begins before a step of `train` and ends after ten others: nothing is put back."""
     x = np.ones([4, 1], np.float32)

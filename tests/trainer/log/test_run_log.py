@@ -85,6 +85,7 @@ def test_a_quiet_run_without_a_folder_leaves_no_trace(tmp_path, capsys, monkeypa
     assert summary.checkpoint is None
 
 
+@pytest.mark.thorough
 def test_retried_steps_leave_a_line(tmp_path):
     """And the record of the gradients knows what overflowed before the last attempt."""
     trainer = Linear(
@@ -109,6 +110,7 @@ def test_retried_steps_leave_a_line(tmp_path):
     assert start["settings"]["on_overflow"] == "retry"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("online", [False, True])
 def test_an_error_that_ends_training_is_logged(tmp_path, online):
     """The last line has it with the step, on one line of text; if nothing can be written, the error
@@ -139,6 +141,7 @@ def test_an_error_that_ends_training_is_logged(tmp_path, online):
     assert (tmp_path / "other").read_text() == "no folder"
 
 
+@pytest.mark.thorough
 def test_the_logged_loss_is_a_mean_over_examples(tmp_path):
     """The training loss of an epoch of 80 and 20 examples is the mean over 100, as `evaluate` says."""
 

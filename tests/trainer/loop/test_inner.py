@@ -133,6 +133,7 @@ def test_graph_eager_and_xla_agree():
     assert repr(graph[1]) == repr(xla[1]) == repr(eager[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
     """Weights, slots, the loss-scale state and the outcomes are restored on every replica's copy."""

@@ -2,6 +2,7 @@
 
 import access
 import numpy as np
+import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
@@ -9,6 +10,7 @@ from trainer.data.reader import untuned
 from trainer.loop.inner import LONGEST_LOOP
 
 
+@pytest.mark.thorough
 def test_the_reports_of_a_long_loop_are_in_order():
     """The longest loop returns the report of every step, and the next one has forgotten them."""
     trainer = Linear(verbose=False, loss_scale=1024)

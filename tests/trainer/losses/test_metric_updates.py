@@ -129,6 +129,7 @@ def test_losses_without_outputs_have_no_metrics():
         trainer.train((X, Y), steps=1, global_batch=13)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("metric", "one_hot"),
     [

@@ -37,6 +37,7 @@ def trainer_of(activation, units, loss, metrics):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_metrics_mean_what_they_mean_in_compile(case):
     """Names and objects give the names and values that Keras's `evaluate` gives."""
@@ -232,6 +233,7 @@ def near(labels, outputs):
     return tf.cast(tf.abs(labels - outputs) < 1.0, tf.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by_name", [False, True])
 def test_functions_are_metrics_as_in_compile(by_name):
     """The weighted mean over the examples; a function of keras.metrics, or of the user's own."""
@@ -294,6 +296,7 @@ def test_a_metric_may_return_its_variable(mirrored):
     assert trainer.evaluate(data, global_batch=7)["count"] == 7.0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ignored", [0, 255])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_names_leave_out_the_class_that_the_loss_ignores(ignored, weighted):
@@ -321,6 +324,7 @@ def test_names_leave_out_the_class_that_the_loss_ignores(ignored, weighted):
     assert trainer.metrics["accuracy"].get_config()["ignored"] == ignored
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["AUC", "Precision", "Recall", "BinaryAccuracy"])
 def test_names_of_binary_metrics_take_logits_if_the_loss_does(name):
     """A threshold of one half would be one of 0.62 in probability."""

@@ -127,6 +127,7 @@ def uniform(seed):
     return keras.initializers.RandomUniform(-0.5, 0.5, seed=seed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make",
     [
@@ -258,6 +259,7 @@ def warnings_of(caplog, model, loss_fn, data):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.thorough
 def test_a_mask_that_an_operation_drops_is_warned_of(caplog):
     """Keras drops masks at `a + b` without a word, and then padding counts in the loss."""
     from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -268,6 +270,7 @@ def test_a_mask_that_an_operation_drops_is_warned_of(caplog):
     assert warnings_of(caplog, kept, from_logits, (IDS, IDS)) == []
 
 
+@pytest.mark.thorough
 def test_no_mask_is_missed_where_weights_or_a_class_say_what_counts(caplog):
     """Weights of tokens, `ignore_class`, and outputs without positions need no mask."""
     loss = keras.losses.SparseCategoricalCrossentropy

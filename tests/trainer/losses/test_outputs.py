@@ -82,6 +82,7 @@ def test_an_output_without_a_loss_is_left_out():
     np.testing.assert_array_equal(trainer.model.get_layer("b_head").get_weights()[0], before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_an_output_without_a_loss_may_be_a_key(num_microbatches):
     """Text, and integers that float32 does not have, are passed on as they are."""

@@ -54,6 +54,7 @@ def error_of(trainer, data, steps=4):
     return str(error.value), trainer.totals.attempted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("x", "y", "wanted"),
     [
@@ -123,6 +124,7 @@ def test_bounds_need_not_be_numbers_of_the_labels_dtype(dtype, numbers, high, ig
             in_range(given_range)
 
 
+@pytest.mark.thorough
 def test_each_of_several_outputs_has_its_own_range():
     """The labels are named by their output."""
 
@@ -220,6 +222,7 @@ def test_ranges(loss, expected):
     assert found == ([expected] if expected else [])
 
 
+@pytest.mark.thorough
 def test_a_class_of_the_user_may_have_any_labels():
     """A name alone says nothing."""
 

@@ -34,6 +34,7 @@ def names(records):
     return [path.name for path in records]
 
 
+@pytest.mark.thorough
 def test_a_record_holds_the_batch_the_state_and_the_report(tmp_path):
     """The batch and the weights are those of the skipped step, and `record.json` is plain JSON."""
     [path] = run(tmp_path, steps=2)
@@ -76,6 +77,7 @@ def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
     assert not (tmp_path / "small" / "overflows").exists()
 
 
+@pytest.mark.thorough
 def test_a_record_that_is_too_large_is_reported(tmp_path, caplog):
     """The warning says how large it would have been."""
     with caplog.at_level("WARNING"):
@@ -112,6 +114,7 @@ def test_the_newest_record_stays_even_if_an_older_one_has_a_later_step(tmp_path)
     assert not later.exists()
 
 
+@pytest.mark.thorough
 def test_a_record_holds_no_code(tmp_path):
     """Nothing in a record is a pickle, and arrays of objects are refused when it is read."""
     [path] = run(tmp_path, steps=2)

@@ -237,6 +237,7 @@ def in_a_weight():
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(1, use_bias=False, name="dense")])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "size", "place"),
     [

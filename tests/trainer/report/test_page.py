@@ -95,6 +95,7 @@ def test_a_section_without_data_names_the_flag_that_records_it(tmp_path):
     assert "No step was applied" in page
 
 
+@pytest.mark.thorough
 def test_the_page_of_a_run_that_never_applied_a_step(tmp_path):
     """It says by which error the run ended, and does not ask for a flag that was given."""
     trainer = Linear(
@@ -236,6 +237,7 @@ def test_the_page_has_a_dark_mode(rich, tmp_path):
     assert find_faults(page, light) == find_faults(page, dark) == []
 
 
+@pytest.mark.thorough
 def test_curves_without_room_are_counted(tmp_path):
     """The caption of the curves says how many are left out."""
     page = page_of(write_lines(tmp_path, TRAIN | {f"m{n}": 1.0 for n in range(55)}))

@@ -544,6 +544,7 @@ def ipython(monkeypatch):
     return shell
 
 
+@pytest.mark.thorough
 def test_each_cell_runs_the_code_as_it_is_now(ipython, redefined):
     """In IPython, a helper of the loss that is redefined is run in the next cell, not before."""
     ipython.execution_count = 2
@@ -556,6 +557,7 @@ def test_each_cell_runs_the_code_as_it_is_now(ipython, redefined):
     assert loss_of(redefined, 4) == 5.0
 
 
+@pytest.mark.thorough
 def test_train_on_batch_runs_the_code_of_its_cell(ipython, redefined):
     """`train_on_batch` traces anew in another cell; evaluate and predict do, too."""
     batch = X[:12], Y[:12]
@@ -574,6 +576,7 @@ def test_each_call_in_pythons_shell_runs_the_code_as_it_is_now(monkeypatch, rede
     assert loss_of(redefined, 2) == 5.0
 
 
+@pytest.mark.thorough
 def test_a_script_keeps_its_trace_until_retrace(redefined):
     """In a script, a redefined helper is run after `retrace`, also by `train_on_batch`."""
     batch = X[:12], Y[:12]
@@ -636,6 +639,7 @@ def test_a_schedule_may_count_its_calls():
     assert trainer._parts is parts
 
 
+@pytest.mark.thorough
 def test_batches_go_on_with_what_an_evaluation_has_traced(tmp_path):
     """An attribute that was set before `evaluate` is seen by `train_on_batch`; the run is saved."""
     settings = {"model": model, "optimizer": "sgd", "loss_fn": "mse", "jit_compile": False}

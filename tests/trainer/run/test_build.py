@@ -244,6 +244,7 @@ def test_a_loss_of_groups_of_examples_builds_its_model(late):
     assert totals.applied == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", ["loss", "metrics", "train_step"])
 @pytest.mark.parametrize("online", [False, True])
 def test_a_variable_that_no_checkpoint_holds_is_refused(tmp_path, place, online):

@@ -621,6 +621,7 @@ def test_every_difference_must_be_allowed(model_dir):
         )
 
 
+@pytest.mark.thorough
 def test_another_size_of_batches_is_no_other_data(tmp_path):
     """`"global_batch"` allows what follows from it: the number of batches, in a pipeline too."""
 
@@ -640,6 +641,7 @@ def test_another_size_of_batches_is_no_other_data(tmp_path):
         run(tmp_path, steps=20, data=doubles, global_batch=None, checkpoints=allowed)
 
 
+@pytest.mark.thorough
 def test_other_versions_only_warn(before, model_dir, caplog):
     """A run resumes from a checkpoint of another Keras, and a warning says so."""
     path = model_dir / "ckpt-4"
@@ -653,6 +655,7 @@ def test_other_versions_only_warn(before, model_dir, caplog):
     assert trainer.moves == before[1].moves[SAVED_AT:]
 
 
+@pytest.mark.thorough
 def test_other_values_in_the_data_are_refused(model_dir):
     """Arrays of the same shape with other values are other data."""
     other = slopes(*SLOPES[:-1], 3.0)
@@ -673,6 +676,7 @@ def test_another_metric_begins_at_zero(model_dir, caplog):
     assert [text.split(" ")[0] for text in warnings_in(caplog)] == ["metrics.seen"]
 
 
+@pytest.mark.thorough
 def test_evaluation_warns_of_another_model(model_dir, caplog):
     """An evaluation of other layers with the same weights is announced."""
 

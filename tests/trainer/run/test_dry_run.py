@@ -83,6 +83,7 @@ def test_a_dry_run_reports_and_leaves_nothing(mirrored, tmp_path, replicas):
     assert bits(trainer) == bits(without_dry_run)
 
 
+@pytest.mark.thorough
 def test_problems_are_reported():
     """A bad loss, repeated tracing, unequal replicas and lost bits make a dry run fail, and its
     text names them.
@@ -121,6 +122,7 @@ def shuffled():
     return tf.data.Dataset.from_tensor_slices(slopes(1.0, 2.0)).shuffle(2).batch(2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "data", "message"),
     [
@@ -159,6 +161,7 @@ def test_replicas_that_differ_are_found(mirrored):
     assert not trainer.dry_run(DATA, global_batch=8).replicas_equal
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ended", ["stopped", "stuck"])
 def test_a_run_that_has_ended_is_tried(ended):
     """After `stop`, or an error about skips, both take their steps; then nothing is changed."""
@@ -236,6 +239,7 @@ def test_an_example_that_never_fits_is_an_error():
         )
 
 
+@pytest.mark.thorough
 def test_the_loss_scale_is_restored():
     """The loss scale moves in a trial and is restored afterwards."""
     trainer = Linear(loss_scale=scaling.DynamicLossScale(growth_interval=1), verbose=False)
@@ -245,6 +249,7 @@ def test_the_loss_scale_is_restored():
     assert trainer.totals.attempted == 0
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_is_nan_is_not_ok():
     """A long run would begin, and every evaluation would be NaN."""
     found = Linear(verbose=False).dry_run(slopes(1.0), global_batch=1, eval_data=slopes(math.nan))
@@ -395,6 +400,7 @@ def test_half_precision_halves_activations():
     assert activation_bytes(trainer, tf.ones([8, 3])) == casts + 2 * 8 * (5 + 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cell", [keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU])
 def test_a_loop_counts_as_often_as_it_runs(cell):
     """The estimate is about that of the same layer without a loop, also inside a function."""

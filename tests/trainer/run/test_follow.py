@@ -272,6 +272,7 @@ def test_a_module_computes_as_in_the_run(tmp_path, model, asked, mode):
     assert trainer.jit_compile == mode
 
 
+@pytest.mark.thorough
 def test_a_missing_best_metric_is_an_error(tmp_path):
     """It is one at the first checkpoint, when the names of the results are known."""
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=1, global_batch=1)
@@ -298,6 +299,7 @@ class Note(Callback):
         self.calls.append((step, results))
 
 
+@pytest.mark.thorough
 def test_callbacks_hear_of_evaluations(tmp_path):
     """They get the calls of a run's own evaluations, except those that act on training."""
     settings = {"model_dir": tmp_path, "checkpoints": Checkpoints(interval=1)}

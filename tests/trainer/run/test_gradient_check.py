@@ -45,6 +45,7 @@ def wrong_by(monkeypatch, factor, end="kernel"):
     monkeypatch.setattr(gradient_check, "results_of_pass", results)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checked_by", ["train", "dry_run"])
 def test_another_gradient_is_refused(monkeypatch, checked_by):
     """L19: with `check_gradients`, and in a dry run, a step whose gradient is not that of a plain
@@ -59,6 +60,7 @@ def test_another_gradient_is_refused(monkeypatch, checked_by):
     assert trainer.totals.attempted == 0
 
 
+@pytest.mark.thorough
 def test_a_run_does_not_check_by_default(monkeypatch):
     """By default, a run compares nothing."""
     wrong_by(monkeypatch, 1.01)
@@ -206,6 +208,7 @@ COUPLING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", COUPLING)
 def test_what_couples_examples_is_named(caplog, name):
     """L8: what a layer computes of several examples at once is named; nothing else is."""

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from helpers import Linear, slopes
 
 from trainer import Action, Checkpoints
@@ -37,6 +38,7 @@ def test_evaluations_and_checkpoints_happen_when_due(tmp_path):
     assert saved == {"ckpt-6", "ckpt-12", "ckpt-15"}
 
 
+@pytest.mark.thorough
 def test_log_lines_are_on_time(tmp_path):
     """A log line is written at each multiple of its interval, however long the loops are."""
     trainer = Linear(model_dir=tmp_path, steps_per_loop=10, log_interval=5, verbose=False)
@@ -46,6 +48,7 @@ def test_log_lines_are_on_time(tmp_path):
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 17]
 
 
+@pytest.mark.thorough
 def test_the_order_between_inner_loops(tmp_path):
     """After an inner loop come the log line, the evaluation, the actions, the hook, the checkpoint."""
     seen = []

@@ -96,6 +96,7 @@ def test_metrics_are_those_since_the_last_log_line(tmp_path):
     assert train[2]["loss"] == pytest.approx(np.mean([each["loss"] for each in found[:2]]))
 
 
+@pytest.mark.thorough
 def test_sizes_may_differ():
     """Batches of many sizes are trained on, with two traces."""
     line = Linear(verbose=False)
@@ -182,6 +183,7 @@ def line(folder, **arguments):
 ROWS = X, X[:, :1]  # arrays are shuffled by the seed and the step at which they begin
 
 
+@pytest.mark.thorough
 def test_data_begins_at_the_same_step_after_a_restart(tmp_path):
     """`train` after batches alone shuffles arrays as it does without a restart in between."""
 
@@ -199,6 +201,7 @@ def test_data_begins_at_the_same_step_after_a_restart(tmp_path):
     assert_same_bits(all_copies(whole), all_copies(program(tmp_path / "cut")))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arrays", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_other_data_may_follow_after_a_restart(tmp_path, arrays):
     """A call of `train` that had ended before the batches does not bind the next one, which may have
@@ -224,6 +227,7 @@ def test_other_data_may_follow_after_a_restart(tmp_path, arrays):
         assert_same_bits(all_copies(whole), all_copies(program(tmp_path / name)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("last", ["first", "second"])
 def test_a_restart_between_two_calls_keeps_both_places(tmp_path, last):
     """Two calls with different data repeat nothing, and a third one goes on as without a restart."""
@@ -242,6 +246,7 @@ def test_a_restart_between_two_calls_keeps_both_places(tmp_path, last):
     assert_same_bits(all_copies(whole), all_copies(program(tmp_path / "cut")))
 
 
+@pytest.mark.thorough
 def test_the_place_in_data_is_not_lost_without_a_word(tmp_path):
     """A program that takes a batch before `train` has opened the data is told what to do."""
 
@@ -308,6 +313,7 @@ class Broken(Callback):
             raise self.error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "error",
     [
@@ -356,6 +362,7 @@ def test_a_step_that_failed_midway_is_not_saved(tmp_path):
         line.save_checkpoint()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("online", [True, False])
 def test_going_on_after_a_step_that_failed_midway_is_not_silent(online, caplog):
     """Nobody knows which part of the step the variables hold; the next call says so, once."""
@@ -499,6 +506,7 @@ def test_losses_and_aux_of_this_batch(settings, mirrored):
     assert one.totals.skipped == 1
 
 
+@pytest.mark.thorough
 def test_losses_by_optimizer():
     """Optimizers that alternate return the losses of each; `loss_fn` returns the outputs."""
 

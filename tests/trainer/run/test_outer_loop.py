@@ -38,6 +38,7 @@ def test_a_run_stops_when_asked(tmp_path, capsys):
     assert trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2).step == 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["action", "data"])
 def test_an_interval_that_an_error_cut_is_logged_as_a_whole(where, tmp_path):
     """The next call of `train` goes on with it, with its steps and with its metrics, whether the
@@ -92,6 +93,7 @@ def test_a_run_resumes_up_to_an_absolute_target(tmp_path):
     assert third.checkpoint.endswith("ckpt-10")
 
 
+@pytest.mark.thorough
 def test_the_summary_says_how_far_a_schedule_lags_behind(capsys):
     """A schedule counts updates, so every skipped step puts it one step further behind."""
 
@@ -169,6 +171,7 @@ def test_a_run_that_left_no_checkpoint_begins_a_new_log(tmp_path):
         assert [line["step"] for line in lines if line["split"] == "train"] == expected
 
 
+@pytest.mark.thorough
 def test_the_log_says_what_was_trained(tmp_path):
     """The first line of `metrics.jsonl` has the optimizer with its constants, the loss, the clipping,
     the data and the versions; the report shows each constant in a row of its own.
@@ -446,6 +449,7 @@ def test_an_evaluation_that_a_hook_interrupted_is_repeated(hook, saved, tmp_path
     assert [*summary.history["val_step"]] == [2, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("online", [False, True])
 def test_evaluations_are_not_timed(monkeypatch, online):
     """The speed in a log line is that of the steps, without evaluations and what follows them."""
@@ -480,6 +484,7 @@ def test_evaluations_are_not_timed(monkeypatch, online):
         assert values["examples_per_second"] > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("restarted", [False, True])
 def test_the_best_result_is_one_on_this_data(tmp_path, restarted):
     """A summary names the best evaluation on the data that the call evaluates on, also if the program

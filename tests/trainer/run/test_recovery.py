@@ -379,6 +379,7 @@ def test_a_rollback_ends_where_the_data_of_the_call_begin(tmp_path, caplog):
     assert "goes back to step 6, before this call" in caplog.text
 
 
+@pytest.mark.thorough
 def test_without_a_checkpoint_of_these_data_the_run_ends(tmp_path):
     """The steps between an older checkpoint and these data would be taken with the wrong ones."""
     divergence = Divergence(rise=3.0, window=3)

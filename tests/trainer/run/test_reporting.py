@@ -189,6 +189,7 @@ def falling():
     return keras.optimizers.schedules.PolynomialDecay(1.0, 10, 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_the_logged_rate_is_that_of_the_last_update(mirrored, replicas):
     """With plain SGD and a gradient of 1, the weight falls by the logged rates; a rate that a hook
@@ -212,6 +213,7 @@ def test_the_logged_rate_is_that_of_the_last_update(mirrored, replicas):
     assert trainer.weight == pytest.approx(1 - sum(rates), abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_does_not_move_the_schedule():
     """A schedule counts updates: after three skipped steps the rate is still the first one."""
     trainer = overflowing(log_interval=1, optimizer=None, verbose=False)
@@ -240,6 +242,7 @@ class Harmonic(keras.optimizers.schedules.LearningRateSchedule):
         return 1.0 / (step + 1.0)
 
 
+@pytest.mark.thorough
 def test_a_schedule_may_compute_with_floats():
     """It gets the variable that counts updates, as in an update, and needs no `get_config`."""
     trainer = Linear(log_interval=1, verbose=False)

@@ -140,6 +140,7 @@ def test_a_resumed_run_says_which_states_it_has_not(tmp_path, capsys):
     assert line.endswith("_2")
 
 
+@pytest.mark.thorough
 def test_another_seed_leaves_the_count_of_epochs(tmp_path):
     """A pipeline that a run began with another seed counts the epochs that the run has had."""
 
@@ -161,6 +162,7 @@ def test_another_seed_leaves_the_count_of_epochs(tmp_path):
     assert reached % 4 == 0
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_stopped_before_its_first_step(tmp_path, caplog):
     """Its log is continued: the evaluation before the first step is not repeated."""
 

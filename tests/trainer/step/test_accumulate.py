@@ -332,6 +332,7 @@ def sums_in(dtype, strategy, on_replicas, rows):
     return list(zip(*on_replicas(strategy, replica), strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("dtype", HALF)
 def test_sums_in_half_precision_are_within_their_bound(mirrored, on_replicas, replicas, dtype):

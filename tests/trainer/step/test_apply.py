@@ -113,6 +113,7 @@ class Wrapper(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_an_optimizer_that_holds_another_does_not_sum_again(mirrored, replicas):
     """L7 for the optimizer that a wrapper calls: it would add the sums of all replicas."""
@@ -170,6 +171,7 @@ def test_averages_that_an_optimizer_updates_in_a_way_of_its_own():
     assert "apply" not in vars(optimizer)
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_holds_another_is_rolled_back():
     """If the second of two optimizers in turn cannot be applied, the first one's slots move back."""
     model = Pair()

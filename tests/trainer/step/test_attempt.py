@@ -619,6 +619,7 @@ class Module(tf.Module):
         return tf.matmul(x, weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])

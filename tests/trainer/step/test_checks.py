@@ -126,6 +126,7 @@ class OwnLoss(Trainer):
         return self.model(batch, training=False) * 2.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_steps_of_a_model_concern_keras_alone(tmp_path, precision):
     """A trainer with methods of its own calls none of them; the model may have compiled itself."""
@@ -149,6 +150,7 @@ def test_steps_of_a_model_concern_keras_alone(tmp_path, precision):
     assert first.predict(X, global_batch=4).tolist() == [[6.0]] * 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_a_model_file_is_read_by_init_from(tmp_path, precision):
     """A function that loads a file gets its dtype policies; `init_from` gives its weights to others."""
@@ -361,6 +363,7 @@ def test_a_frozen_half_backbone_with_a_float32_head_is_accepted():
     assert train(make(model=transfer, precision="mixed_float16")).totals.applied == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "second", "name"),
     [

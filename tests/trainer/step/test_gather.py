@@ -62,6 +62,7 @@ def mixed(share, size):
     return (part, *tape.gradient(part, [weight, share.batch]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("examples", [7, 6, 2])
 def test_rows_come_in_the_order_of_the_batch(mirrored, examples):
     """L8: every replica gets all rows in order, in their dtype, with uneven and empty shares."""
@@ -73,6 +74,7 @@ def test_rows_come_in_the_order_of_the_batch(mirrored, examples):
         assert found["half"].numpy().tolist() == rows[:, 0].astype(int).tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("examples", [7, 2])
 def test_gradients_are_those_of_one_device(mirrored, examples):
     """L8: the replicas' gradients add up to one device's, to 1e-6, for a loss that depends on a weight
@@ -108,6 +110,7 @@ def test_there_is_one_row_per_example(mirrored):
         on_replicas(mirrored(3), ROWS, lambda share, _: all_gather(tf.repeat(share.batch, 2, 0)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [7, 6, 2, 1])
 def test_own_rows_are_the_inverse(mirrored, rows):
     """On every replica, and with shares of different sizes, the rows that were passed come back; an

@@ -219,6 +219,7 @@ class Both(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_plain_variable_is_assigned_once_for_each_microbatch(num_microbatches):
     """docs/numerics.md: Keras's variables move once in a step, others on the spot."""
@@ -266,6 +267,7 @@ def twice():
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(calls)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [Centred, twice])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_gradient_goes_to_the_variable_and_not_into_what_was_assigned(make, compiled):
@@ -478,6 +480,7 @@ def test_the_bits_are_those_of_casts_in_the_loop(name, policy, casts_of_layers):
     assert_same(gradients_and_loss(old), after)
 
 
+@pytest.mark.thorough
 def test_a_frozen_weight_is_cast_once(policy, casts_of_layers):
     """A weight that is not trained reaches the pass as a given value, and is cast before the loop."""
     model, inputs = network("lstm")
@@ -515,6 +518,7 @@ def test_a_trainer_computes_the_same_bits(policy, casts_of_layers):
     assert_same(weights_before, weights)
 
 
+@pytest.mark.thorough
 def test_a_gradient_of_gradients_is_that_of_casts_in_the_loop(policy, casts_of_layers):
     """A penalty on the inputs' gradient, through an RNN."""
     del policy

@@ -318,6 +318,7 @@ def reports(loss_of, replicas, num_microbatches, mirrored, name):
     return report, trainer.weight
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (3, 1), (3, 2)])
 def test_one_number_per_example_is_weighted_as_the_losses_are(
     mirrored, caplog, replicas, num_microbatches
@@ -339,6 +340,7 @@ def test_one_number_per_example_is_weighted_as_the_losses_are(
     assert len([text for text in caplog.messages if repr(name) in text]) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("how", ["in training", "regularizer of outputs"])
 def test_a_scalar_of_a_layer_is_named_where_batches_are_divided(caplog, how, num_microbatches):
@@ -406,6 +408,7 @@ def test_a_weight_regularizer_of_several_numbers_counts_as_in_keras(examples):
     check_one_step_is_as_in_keras(model, data)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("adders", [(1,), (1, 1), (2, 1, 3)])
 def test_a_tensor_counts_as_often_as_layers_add_it(adders):
     """In a scope, Keras lists a tensor for every layer that added it, as often as all of them did."""
@@ -462,6 +465,7 @@ def masking_parts(kind):
     return keras.Input([3, 2]), [Own(), keras.layers.Dense(3)], numbers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss_of", [None, lambda inputs: 0.3 * tf.reduce_mean(inputs**2)])
 @pytest.mark.parametrize("kind", ["embedding", "masking", "own"])
 def test_what_layers_add_counts_in_a_model_with_masks(kind, loss_of):

@@ -195,6 +195,7 @@ def test_a_weight_that_a_pass_is_given_has_a_gradient(monkeypatch, given):
     assert "inner/kernel" in str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_variable_without_a_gradient_is_named(caplog, mirrored, replicas):
     """L19: a trainable variable that no gradient reaches is named in a warning, once."""
@@ -230,6 +231,7 @@ def test_a_variable_without_a_gradient_is_named(caplog, mirrored, replicas):
     assert "none for 'sequential" in str(trainer.dry_run(slopes(1.0, 2.0, 3.0), global_batch=3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "use",
     [
@@ -408,6 +410,7 @@ def test_a_rounded_weight_is_refused():
         trained(lambda: shrinking("mixed_float16"))
 
 
+@pytest.mark.thorough
 def test_a_weight_that_is_not_rounded_is_assigned():
     """What assigns it reads it in float32: a layer with that policy, or the loss itself."""
     trained(lambda: shrinking("float32"))
@@ -605,6 +608,7 @@ def test_a_rematerialized_layer_that_could_not_is_refused(check_gradients):
     )
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_added_in_a_rematerialized_layer_is_refused():
     """It would have no gradient. Added outside, it has one."""
     penalized = functools.partial(keras.layers.Dense, 2, activity_regularizer="l2", name="inner")
@@ -624,6 +628,7 @@ class Centered(keras.layers.Layer):
         return x - context.all_reduce("mean", tf.reduce_mean(x, axis=0, keepdims=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "place",
     ["loss", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("layer", "condition"))],
@@ -741,6 +746,7 @@ def test_ids_that_a_model_would_round_are_refused(make):
     np.testing.assert_allclose(found, rows @ kernel + bias, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_ids_that_arrive_as_half_floats_are_refused():
     """Integers pass a subclassed model as they are; it rounds ids that a file holds as floats."""
     trainer = trainer_of(Subclassed)
@@ -782,6 +788,7 @@ def test_a_small_embedding_takes_half_floats():
     assert trainer_of(Small).train(data, steps=1, global_batch=8).totals.applied == 1
 
 
+@pytest.mark.thorough
 def test_a_reversed_embedding_takes_hidden_states():
     """Its floats are no ids."""
 
@@ -794,6 +801,7 @@ def test_a_reversed_embedding_takes_hidden_states():
     assert trainer_of(make).train(DATA, steps=1, global_batch=8).totals.applied == 1
 
 
+@pytest.mark.thorough
 def test_a_subclass_of_embedding_may_take_other_arguments():
     """Positional tensors, or the ids by another name."""
 
@@ -816,6 +824,7 @@ def test_a_subclass_of_embedding_may_take_other_arguments():
     assert trainer_of(Model).train(DATA, steps=1, global_batch=8).totals.applied == 1
 
 
+@pytest.mark.thorough
 def test_replicas_share_a_lookup(mirrored):
     """Each waits for the rows of the other one between its own two: the table of one device."""
 

@@ -170,6 +170,7 @@ def test_a_condition_may_return_a_changed_report():
     assert chosen(tf.constant(value=False)).loss == 2.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", [tf.constant(3), tf.ones([1])])
 def test_a_field_of_another_kind_is_refused(wrong):
     """It would be read as something else, and so would the fields after it."""
@@ -182,6 +183,7 @@ def test_a_field_of_another_kind_is_refused(wrong):
         Own(verbose=False).train(slopes(1.0, 2.0), steps=1, global_batch=2)
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_one_program_returns_one_vector():
     """The program has no other result; in the loop nothing is packed again."""
     trainer = trained_small(jit_compile="step", precision="mixed_float16")
@@ -193,6 +195,7 @@ def test_a_step_that_is_one_program_returns_one_vector():
     assert [count for count in results if count] == [1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_leave_a_loop_and_a_branch(compiled):
     """The rows of the last attempt are returned; losses of several groups come together."""

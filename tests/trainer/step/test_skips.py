@@ -127,6 +127,7 @@ def check_backward(trainer, where):
     assert trainer.loss_scale == (2.0**14 if cause is Cause.BACKWARD else 2.0**15)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replica", range(REPLICAS))
 @pytest.mark.parametrize("variable", range(VARIABLES))
 def test_backward_names_variable_and_replica(three, replica, variable):
@@ -180,6 +181,7 @@ def test_forward_names_the_replica_and_counts_losses(three):
     assert three.loss_scale == 2.0**15
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variable", range(VARIABLES))
 def test_reduction_names_the_variable(three, variable):
     """L17: if each replica's gradient is finite but their sum is not, the report names no replica
@@ -225,6 +227,7 @@ def test_unscaling_names_the_variable(three, variable):
     assert three.bits() == before
 
 
+@pytest.mark.thorough
 def test_an_overflow_in_the_global_norm_alone_names_no_variable(three):
     """L17: three gradients whose squares each fit float32 but whose sum of squares does not are
     attributed to no variable.
@@ -236,6 +239,7 @@ def test_an_overflow_in_the_global_norm_alone_names_no_variable(three):
     assert place_of(report) == (-1, -1, 0, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variable", range(VARIABLES))
 @pytest.mark.parametrize("value", BAD)
 def test_bad_weights_take_precedence_over_their_consequences(three, variable, value):
@@ -253,6 +257,7 @@ def test_bad_weights_take_precedence_over_their_consequences(three, variable, va
     assert access.state(three).halted.numpy()
 
 
+@pytest.mark.thorough
 def test_an_overflow_at_the_floor_is_attributed_to_the_model():
     """L17: the same overflow has the cause "backward" above `min_scale` and "model" at it, where
     the whole state of the rule stays unchanged.
@@ -459,6 +464,7 @@ def test_the_float32_step_equals_that_of_a_float32_run(mirrored, replicas):
         assert [copy.tobytes() for copy in ours] == [copy.tobytes() for copy in theirs], name
 
 
+@pytest.mark.thorough
 def test_retries_come_before_float32():
     """L11: with on_overflow="retry", every step first tries the scales down to the floor, starting
     from where one overflow left the scale. The float32 step needs no retry and moves no scale.

@@ -62,6 +62,7 @@ def test_attempted_steps_are_applied_or_skipped(causes):
         assert int(state.outcomes[cause]) == causes.count(cause)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cause", Cause)
 @pytest.mark.parametrize("halting_causes", [(), (Cause.WEIGHTS,), (Cause.WEIGHTS, Cause.FORWARD)])
 def test_a_halting_cause_ends_the_run_at_once(cause, halting_causes):

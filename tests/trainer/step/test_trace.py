@@ -316,6 +316,7 @@ def test_half_precision_is_refused(precision, evaluates_first):
         second()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("precision", "kept"), [("float32", True), ("mixed_float16", False)], ids=["float32", "anew"]
 )
@@ -329,6 +330,7 @@ def test_what_is_right_is_accepted(precision, kept):
     assert trainer.evaluate(X, global_batch=4)["loss"] == pytest.approx(np.mean(outputs**2), 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reads", ["teacher", "layer in float32", "variable"])
 def test_what_has_one_precision_is_accepted(reads):
     """A function that reads no layer in half precision computes the same in every pass."""
