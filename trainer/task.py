@@ -17,26 +17,17 @@ from trainer.losses.loss_fn import (
     global_loss,
     mask_of,
     takes_one_output,
-    weights_elements,
 )
-from trainer.losses.metric_updates import check_outputs, update_share, weights_for
-from trainer.losses.metrics import check_metrics, make_metrics
-from trainer.losses.output_mask import (
-    check_mask_is_known,
-    mask_of_outputs,
-    masked,
-    warn_of_lost_mask,
-)
+from trainer.losses.metrics import make_metrics, update_by_output, update_metric
+from trainer.losses.output_mask import makes_masks, mask_of_outputs, masked
 from trainer.losses.outputs import (
     OutputLosses,
-    check_loss_weights,
     entries_by_name,
+    is_several,
     only_one,
-    update_by_output,
     with_output_names,
 )
 from trainer.losses.settings import Losses
-from trainer.losses.shapes import check_metric_shapes
 from trainer.losses.value_checks import LabelRange, label_ranges
 from trainer.run.resolve import resolve_loss
 from trainer.step.checks import check_own_steps
@@ -93,7 +84,8 @@ class Task:
         self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
         self._inputs: Any = None  # specs of what the model was called with
-        check_loss_weights(loss_fn, losses.weights)
+        if losses.weights is not None and not is_several(loss_fn):
+            raise ValueError("`weights` must be None unless `loss_fn` has a loss for each output")
         own_loss = type(self).compute_loss is not Task.compute_loss
         check_class_weight(losses.class_weight, loss_fn, losses.reduction, overridden=own_loss)
         self._loss_fn = resolve_loss(loss_fn, losses.reduction, losses.weights)
@@ -101,7 +93,6 @@ class Task:
             as_python(label): as_python(weight)
             for label, weight in (losses.class_weight or {}).items()
         }
-        check_metrics(metrics, self._loss_fn)
         self.losses = losses
         self.weights_overridden = type(self).example_weights is not Task.example_weights
 
@@ -161,17 +152,17 @@ class Task:
         loss_fn = self._loss
         x, y, sample_weight = self._unpack(batch)
         outputs = self._call_model(x, training)
-        check_mask_is_known(self.model, outputs)
         compared = self._compared(outputs)
+        mask = mask_of(loss_fn, compared)
+        if mask is not None and not makes_masks(self.model):  # the weights would not count it
+            raise ValueError("`model` must make its Keras masks in compute_mask of a layer")
         if self.losses.reduction == "global":
-            parts = y, compared, sample_weight, mask_of(loss_fn, compared)
+            parts = y, compared, sample_weight, mask
             losses = global_loss(loss_fn, *(self.all_gather(each) for each in parts))
         else:
             losses = example_losses(loss_fn, y, compared, sample_weight)
         if training and self._class_weight:
             losses *= class_factors(y, self._class_weight, loss_fn)
-        if not weights_elements(loss_fn, sample_weight):
-            warn_of_lost_mask(self.model, outputs)
         return losses, tf.nest.map_structure(floats_at_least_float32, outputs)
 
     @property
@@ -294,7 +285,8 @@ class Task:
                 f"{', '.join(self.metrics)}"
             )
         if self.metrics:
-            check_outputs(aux, self.metrics)
+            if isinstance(aux, tuple) and not aux:
+                raise ValueError("`compute_loss` must return (losses, outputs) for metrics")
             x, y, sample_weight = self._unpack(batch)
             loss_fn, aux = self._loss, self._compared(aux)
             if isinstance(loss_fn, OutputLosses) and not callable(self._given_metrics):
@@ -307,9 +299,7 @@ class Task:
             if mask is not None:  # the outputs no longer have it
                 aux, sample_weight, mask = masked(aux, sample_weight, mask)
             for metric in self.metrics.values():
-                check_metric_shapes(metric, y, aux)
-                weights = weights_for(metric, y, sample_weight, mask)
-                update_share(metric, y, aux, sample_weight=weights)
+                update_metric(metric, y, aux, sample_weight, mask)
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Returns more items for checkpoints, keyed by name: anything that TensorFlow can track."""

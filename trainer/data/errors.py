@@ -14,10 +14,8 @@ WRAPPING = re.compile(r"^ *\(0\) [A-Z_]+: +|^\{\{.*?\}\} | \[Op:\w+\].*|[:. ]+$"
 # Matches an error that a pipeline has raised, in a graph or as it is read by itself.
 READING = re.compile(r"IteratorGetNext(\]\]|\}\}|_output_types)")
 NOT_INFINITE = "Input dataset was expected to contain an infinite number of elements"
-
-
-MARK = "check_data"  # by which an error of `check_data=True` is recognised; see `value_checks`
-FAILED = re.compile(rf"\[{MARK}: (.*?)\]((?: \[[^\]]*\])*)")
+# Begins what `Monitoring(check_data=True)` says of a wrong batch; see `losses/value_checks.py`.
+MARK = "check_data: the batch must hold"
 
 
 class DataError(RuntimeError):
@@ -48,45 +46,15 @@ def explain(
     if cause is not None:
         what = f"raised {type(cause).__name__} {place}: {cause}"
         raise DataError(f"The training data {what}. {saved}") from cause
-    if wrong := found_in(error.message):
-        raise wrong_values(wrong, place, f" {saved}") from error
     if isinstance(error, tf.errors.OutOfRangeError) or NOT_INFINITE in error.message:
         raise DataError(
             f"The training data ended {place}: it claims to be infinite, or was empty in its next "
             f"pass. {saved}"
         ) from error
-    if READING.search(error.message):
+    if MARK in error.message or READING.search(error.message):
         what = f"raised {type(error).__name__} {place}: {reason_of(error.message)}"
         raise DataError(f"The training data {what}. {saved}") from error
     error.add_note(f"raised after step {done}. {saved}")
-
-
-def wrong_values(wrong: str, place: str, saved: str = "") -> DataError:
-    """Returns the error for a batch that `check_data=True` has found wrong.
-
-    Args:
-        wrong: what it must hold, and what it holds, from `found_in`.
-        place: where the run was, for example "after step 3 of 10".
-        saved: what is on disk, as a sentence.
-    """
-    return DataError(f"`train_data` must hold {wrong}, in the batch {place}.{saved}")
-
-
-def found_in(message: str) -> str | None:
-    """Returns what `check_data=True` has found wrong; None if another operation failed.
-
-    Args:
-        message: of an error that a step raised.
-
-    Example:
-        >>> found_in("assertion failed: [check_data: labels of at least 0; got] [-1]")
-        'labels of at least 0; got -1'
-    """
-    failed = FAILED.search(message)
-    if failed is None:
-        return None
-    numbers = re.findall(r"\[([^\]]*)\]", failed[2])
-    return f"{failed[1]} {' and '.join(numbers)}".rstrip()
 
 
 def reason_of(message: str) -> str:

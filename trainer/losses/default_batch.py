@@ -3,18 +3,18 @@
 All of it is known while a step is traced, so nothing is checked again for every batch.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from strategies.division import shapes_in
 from trainer.base.warn_once import warn_once
 from trainer.keras_compat import arguments_of_loss
-from trainer.losses.outputs import is_several
-from trainer.losses.shapes import LABELS_OF_LOSS, described, name_of
+from trainer.losses.outputs import OutputLosses, is_several
+from trainer.losses.shapes import LABELS_OF_LOSS, name_of
 from trainer.step.types import Batch
 
 # The smallest distance of a number below 1 from 1, which is all that is left of a logit.
@@ -27,7 +27,7 @@ def unpack(batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
         return batch if len(batch) == 3 else (*batch, None)
     raise ValueError(
         "`compute_loss` must be overridden unless batches are (x, y) or (x, y, sample_weight); got "
-        f"{described(batch)}"
+        f"shapes {shapes_in(batch)}"
     )
 
 
@@ -44,21 +44,16 @@ def all_inputs(data: Any, model: Any) -> Any:
 def check_class_weight(
     class_weight: object, loss_fn: object, reduction: str, *, overridden: bool
 ) -> None:
-    """Raises ValueError unless `class_weight` is None or can be used.
+    """Raises ValueError for a `class_weight` that would have no effect, or another than in `fit`.
 
     Args:
-        class_weight: the argument of `Trainer`.
+        class_weight: the field of `Losses`, or None.
         loss_fn: the argument of `Trainer`, or None.
         reduction: must be "mean".
         overridden: whether a subclass overrides `compute_loss`.
     """
-    if class_weight is None:
+    if not class_weight:
         return
-    for label, weight in cast("Mapping[int, float]", class_weight).items():
-        if label < 0 or not math.isfinite(weight):
-            raise ValueError(
-                f"`class_weight` must map classes to finite weights; got {label!r}: {weight!r}"
-            )
     if overridden or loss_fn is None or is_several(loss_fn) or reduction != "mean":
         raise ValueError("`class_weight` must be None unless one loss_fn compares one output")
     if getattr(loss_fn, "reduction", None) == "mean_with_sample_weight":
@@ -91,11 +86,13 @@ def class_factors(y: tf.Tensor, class_weight: Mapping[int, float], loss_fn: Any)
         )
     labels = tf.argmax(y, axis=-1) if one_hot else tf.reshape(y, [-1])
     labels = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int32)
-    table = np.ones([max(class_weight) + 1], np.float32)
+    lowest = min(class_weight)
+    table = np.ones([max(class_weight) - lowest + 1], np.float32)
     for label, weight in class_weight.items():
-        table[label] = weight
-    inside = (labels >= 0) & (labels < len(table))
-    return tf.where(inside, tf.gather(table, tf.where(inside, labels, 0)), 1.0)
+        table[label - lowest] = weight
+    places = labels - lowest
+    inside = (places >= 0) & (places < len(table))
+    return tf.where(inside, tf.gather(table, tf.where(inside, places, 0)), 1.0)
 
 
 def warn_of_half_probabilities(model: Any, loss_fn: Any) -> None:
@@ -109,19 +106,21 @@ def warn_of_half_probabilities(model: Any, loss_fn: Any) -> None:
         model: the model. Only a Sequential or functional model tells its last layer.
         loss_fn: the loss, or an `OutputLosses`.
     """
-    losses = getattr(loss_fn, "losses", None)
-    all_losses = losses.values() if isinstance(losses, Mapping) else [loss_fn]
-    if not any(takes_probabilities(each) for each in all_losses):
+    losses = loss_fn.losses.values() if isinstance(loss_fn, OutputLosses) else [loss_fn]
+    if not any(map(takes_probabilities, losses)):
         return
     for layer in last_layers(model):
         step = STEP_BELOW_ONE.get(layer.compute_dtype)
-        if step is None or not makes_probabilities(layer):
-            continue
-        warn_once(
-            f"The layer {layer.name!r} computes probabilities in {layer.compute_dtype}: those "
-            f"within {step:.2g} of 1 are rounded, and at 1 the loss has no gradient. Give it "
-            'dtype="float32", or use from_logits=True.'
-        )
+        activation = getattr(layer, "activation", None)
+        if step and (
+            isinstance(layer, keras.layers.Softmax)
+            or activation in (keras.activations.sigmoid, keras.activations.softmax)
+        ):
+            warn_once(
+                f"The layer {layer.name!r} computes probabilities in {layer.compute_dtype}: those "
+                f"within {step:.2g} of 1 are rounded, and at 1 the loss has no gradient. Give it "
+                'dtype="float32", or use from_logits=True.'
+            )
 
 
 def takes_probabilities(loss: Any) -> bool:
@@ -142,11 +141,3 @@ def last_layers(model: Any) -> list[keras.Layer]:
         return [layer for layer in model.layers if id(layer.output) in outputs]
     except AttributeError:  # not a functional model, or a layer with several outputs
         return []
-
-
-def makes_probabilities(layer: keras.Layer) -> bool:
-    """Returns whether a layer ends in a sigmoid or a softmax."""
-    if isinstance(layer, keras.layers.Softmax):
-        return True
-    activation = getattr(layer, "activation", None)
-    return activation in (keras.activations.sigmoid, keras.activations.softmax)

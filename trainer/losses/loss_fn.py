@@ -33,50 +33,39 @@ def check_loss_fn(loss_fn: LossFunction, reduction: str = "mean") -> None:
         loss_fn: a Keras loss or a function.
         reduction: "mean", or "global" for a loss that need not be split.
     """
-    if isinstance(reduction, str) and reduction == "global":
-        if isinstance(loss_fn, keras.losses.Loss):
-            check_reduction(loss_fn)
+    if reduction != "global":
+        check_examples_kept(loss_fn)
+    if not isinstance(loss_fn, keras.losses.Loss):
         return
     name = name_of(loss_fn)
-    if isinstance(loss_fn, keras.losses.Circle) or loss_fn is keras.losses.circle:
-        raise ValueError(f"{PER_EXAMPLE} {name}, which compares examples. {GLOBAL}")
-    check_axis(loss_fn)
-    if isinstance(loss_fn, keras.losses.Loss):
-        check_reduction(loss_fn)
+    if type(loss_fn).__call__ is not keras.losses.Loss.__call__:
+        raise ValueError(f"`loss_fn` must override call, not __call__; got {name}")
+    if loss_fn.reduction == "sum":
+        raise ValueError(f"`loss_fn` must have a mean as its reduction; got {name} with 'sum'")
+    if loss_fn.reduction in (None, "none"):
+        warn_once(
+            f"loss_fn={name} has reduction=None: the trainer takes the mean, where fit of "
+            "Keras differentiates the sum."
+        )
 
 
-def check_axis(loss_fn: LossFunction, rank: int | None = None) -> None:
-    """Raises ValueError if a Keras loss sums over the examples.
+def check_examples_kept(loss_fn: LossFunction, rank: int | None = None) -> None:
+    """Raises ValueError if a Keras loss compares examples, or sums over them.
 
     Args:
         loss_fn: a Keras loss or a function.
         rank: number of dimensions of the predictions; None if unknown, which leaves negative
             axes unchecked.
     """
-    overlaps = (keras.losses.dice, keras.losses.tversky)
-    is_overlap = isinstance(loss_fn, (keras.losses.Dice, keras.losses.Tversky))
-    is_overlap |= any(loss_fn is function for function in overlaps)
+    name, losses = name_of(loss_fn), keras.losses
+    if isinstance(loss_fn, losses.Circle) or loss_fn is losses.circle:
+        raise ValueError(f"{PER_EXAMPLE} {name}, which compares examples. {GLOBAL}")
+    is_overlap = isinstance(loss_fn, (losses.Dice, losses.Tversky))
+    is_overlap |= any(loss_fn is function for function in (losses.dice, losses.tversky))
     axis = arguments_of_loss(loss_fn).get("axis")
     axes = [] if axis is None else list(np.ravel(axis))
     if (is_overlap and axis is None) or any(each in (0, -(rank or 0)) for each in axes):
-        raise ValueError(
-            f"{PER_EXAMPLE} {name_of(loss_fn)} with axis={axis!r}, which includes the examples"
-        )
-
-
-def check_reduction(loss: keras.losses.Loss) -> None:
-    """Raises ValueError for a reduction that is not a mean; warns about no reduction."""
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        raise ValueError(f"`loss_fn` must override call, not __call__; got {name_of(loss)}")
-    if loss.reduction == "sum":
-        raise ValueError(
-            f"`loss_fn` must have a mean as its reduction; got {name_of(loss)} with 'sum'"
-        )
-    if loss.reduction in (None, "none"):
-        warn_once(
-            f"loss_fn={name_of(loss)} has reduction=None: the trainer takes the mean, where fit of "
-            "Keras differentiates the sum."
-        )
+        raise ValueError(f"{PER_EXAMPLE} {name} with axis={axis!r}, which includes the examples")
 
 
 def example_losses(
@@ -103,8 +92,6 @@ def example_losses(
     Raises:
         ValueError: if there is no loss per example, or the model has several outputs.
     """
-    if takes_one_output(loss_fn):
-        check_single_output(loss_fn, outputs)
     mask = mask_of(loss_fn, outputs)
     predictions = tf.nest.map_structure(as_float, outputs)
     if needs_alignment(y, predictions):
@@ -140,8 +127,6 @@ def global_loss(
         sample_weight: shape (examples, ...), or None.
         mask: the Keras mask of the outputs, or None.
     """
-    if takes_one_output(loss_fn):
-        check_single_output(loss_fn, outputs)
     predictions = tf.nest.map_structure(as_float, outputs)
     elements, own_mask = losses_and_mask(loss_fn, y, predictions)
     elements = tf.cast(elements, tf.float32)
@@ -198,13 +183,6 @@ def element_weights(
     return weights
 
 
-def weights_elements(loss_fn: LossFunction, sample_weight: Any) -> bool:
-    """Returns whether the data or the loss say which elements of an example count."""
-    if ignore_class_of(loss_fn) is not None:
-        return True
-    return sample_weight is not None and len(without_last_ones(sample_weight).shape) > 1
-
-
 def product(weights: tf.Tensor | None, others: tf.Tensor) -> tf.Tensor:
     """Returns the product of weights of examples and of their elements, in either order."""
     others = without_last_ones(others)
@@ -220,9 +198,8 @@ def product(weights: tf.Tensor | None, others: tf.Tensor) -> tf.Tensor:
 
 def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor:
     """Returns the losses before any reduction: shape (examples, ...)."""
-    check_last_dimension(loss_fn, y, predictions)
     if isinstance(loss_fn, keras.losses.Loss):
-        check_axis(loss_fn, tf.nest.flatten(predictions)[0].shape.rank)
+        check_examples_kept(loss_fn, tf.nest.flatten(predictions)[0].shape.rank)
     losses, mask = losses_and_mask(loss_fn, y, predictions)
     if losses.shape.rank in (0, None):
         raise ValueError(
@@ -232,22 +209,6 @@ def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor
         # Keras divides by the number of losses in the whole batch that are not masked.
         raise ValueError(f"`loss_fn` must put no Keras mask on its losses; got {name_of(loss_fn)}")
     return losses
-
-
-def check_last_dimension(loss_fn: LossFunction, y: Any, predictions: Any) -> None:
-    """Raises ValueError if one of Keras's losses would take its mean over the examples.
-
-    Those without an axis align outputs of shape (examples,) with labels of shape (examples, 1).
-    """
-    one_dimension = tf.is_tensor(predictions) and predictions.shape.rank == 1
-    if not (one_dimension and takes_one_output(loss_fn)):
-        return
-    aligns = arguments_of_loss(loss_fn).get("axis") is None and tf.is_tensor(y) and y.shape.rank > 1
-    if not aligns:
-        raise ValueError(
-            f"{PER_EXAMPLE} {name_of(loss_fn)} for outputs of shape {predictions.shape}, not "
-            "(examples, 1)"
-        )
 
 
 def losses_and_mask(
@@ -260,6 +221,11 @@ def losses_and_mask(
         y: the labels.
         predictions: the outputs, in float32 or float64.
     """
+    if takes_one_output(loss_fn) and not tf.is_tensor(predictions):
+        # Keras would stack a list, and compare it as one tensor.
+        raise ValueError(
+            f"`loss_fn` must have a loss for each of several outputs; got {name_of(loss_fn)}"
+        )
     if isinstance(loss_fn, keras.losses.Loss):
         # Loss.__call__ casts; `call` does not. `__call__` itself would reduce over the share.
         y, predictions = (
@@ -336,15 +302,6 @@ def check_examples_apart(loss_fn: LossFunction, y: tf.Tensor, predictions: tf.Te
         raise ValueError(
             f"{PER_EXAMPLE} {name_of(loss_fn)}, which pairs all labels of shape {y.shape} with all "
             f"outputs of shape {predictions.shape}"
-        )
-
-
-def check_single_output(loss_fn: LossFunction, outputs: Any) -> None:
-    """Raises ValueError if a Keras loss would be applied to several outputs, as if to one."""
-    if not tf.is_tensor(outputs):
-        raise ValueError(
-            "`loss_fn` must have a loss for each of several outputs; got "
-            f"{name_of(loss_fn)} for {len(tf.nest.flatten(outputs))} of them"
         )
 
 

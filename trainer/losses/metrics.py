@@ -1,7 +1,7 @@
-"""What `metrics` means: a function of a dict, or names and metrics as in Keras's `compile`."""
+"""What `metrics` means, as in Keras's `compile`, and how a share of a batch updates them."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import keras
@@ -9,18 +9,29 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
+from strategies.division import count_examples
 from trainer.base.autograph import call_user
+from trainer.base.warn_once import warn_once
 from trainer.fingerprint import entries, is_function, text_of
-from trainer.losses.loss_fn import ignore_class_of, product
-from trainer.losses.metric_updates import replicas_in_sync
+from trainer.losses.loss_fn import (
+    example_losses,
+    ignore_class_of,
+    product,
+    without_last_ones,
+)
 from trainer.losses.outputs import (
+    Key,
     OutputLosses,
     entries_by_name,
     key_of,
-    metrics_by_output,
     shape_of_output,
 )
-from trainer.losses.shapes import LABELS_OF_LOSS, name_of
+from trainer.losses.shapes import (
+    ELEMENTWISE_METRICS,
+    LABELS_OF_LOSS,
+    name_of,
+    would_repeat,
+)
 from trainer.step.types import MetricsByName
 
 # "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
@@ -42,45 +53,20 @@ BY_LABELS = {
 }
 
 
-def check_metrics(metrics: Any, loss_fn: Any) -> None:
-    """Raises ValueError for names of metrics that stand for none, or that are not unique.
-
-    Args:
-        metrics: the argument of `Trainer`; None is no metrics.
-        loss_fn: the resolved loss, or None.
-    """
-    if metrics is None or (callable(metrics) and not isinstance(metrics, keras.metrics.Metric)):
-        return
-    if isinstance(loss_fn, OutputLosses):
-        for key, entry in metrics_by_output(metrics, loss_fn).items():
-            check_each(entry, loss_fn.losses.get(key))
-        return
-    check_each(metrics.values() if isinstance(metrics, Mapping) else metrics, loss_fn)
-    names = [] if isinstance(metrics, Mapping) else list(map(key_of, metrics))
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"`metrics` must have a name each; got {shown(repeated[0])} twice")
-
-
-def check_each(metrics: Iterable[Any], loss_fn: Any) -> None:
-    """Raises ValueError for names that stand for no metric."""
-    for each in metrics:
-        if isinstance(each, str):
-            class_named(each, loss_fn)
-
-
 def make_metrics(
     metrics: Any, loss_fn: Any, model: Any, *, with_losses: bool = False
 ) -> dict[str, keras.metrics.Metric]:
     """Returns new metrics, keyed by name; what `metrics` returns if it is a function.
 
     Args:
-        metrics: an argument that `check_metrics` has accepted.
+        metrics: the argument of `Trainer`; None is no metrics.
         loss_fn: the resolved loss, or None.
         model: the model, which is built.
         with_losses: whether to add the mean of each output's loss, if there are several.
 
     Raises:
-        ValueError: if the model's outputs do not fit the metrics.
+        ValueError: for names that stand for no metric or that are not unique, and if the model's
+            outputs do not fit the metrics.
     """
     if callable(metrics):
         return metrics()  # type: ignore[no-any-return]  # checked by `build_metrics`
@@ -97,7 +83,12 @@ def make_metrics(
     named = metrics.items() if isinstance(metrics, Mapping) else [(key_of(m), m) for m in metrics]
     outputs = getattr(model, "outputs", None) if isinstance(model, keras.Model) else None
     shape = outputs[0].shape if outputs and len(outputs) == 1 else None
-    return {name: made(each, name, loss_fn, shape) for name, each in named}
+    found: dict[str, keras.metrics.Metric] = {}
+    for name, each in named:
+        if name in found:
+            raise ValueError(f"`metrics` must have a name each; got {shown(name)} twice")
+        found[name] = made(each, name, loss_fn, shape)
+    return found
 
 
 def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metric:
@@ -109,7 +100,12 @@ def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metr
     make = class_named(metric, loss_fn)
     arguments: dict[str, Any] = {"name": name}
     if metric in BY_LABELS:
-        check_output(metric, make, shape)
+        binary = make in (ACCURACY["binary"], CROSSENTROPY["binary"])
+        if shape and shape[-1] is not None and binary != (shape[-1] == 1):
+            raise ValueError(
+                f"`metrics` must hold a class for {metric!r} with this model; got an output of "
+                f"shape {shape} for {make.__name__}"
+            )
         from_logits = is_from_logits(loss_fn)
         if make is keras.metrics.BinaryAccuracy and from_logits:
             arguments["threshold"] = 0.0  # a logit of 0 is a probability of one half
@@ -275,22 +271,162 @@ def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:
     )
 
 
-def check_output(name: str, make: Any, shape: Any) -> None:
-    """Raises ValueError if the shape of an output does not fit the class for "accuracy"."""
-    if not (isinstance(shape, tuple) and shape and shape[-1] is not None):
-        return
-    binary = make in (ACCURACY["binary"], CROSSENTROPY["binary"])
-    if binary != (shape[-1] == 1):
-        raise ValueError(
-            f"`metrics` must hold a class for {name!r} with this model; got an output of shape "
-            f"{shape} for {make.__name__}"
-        )
-
-
 def is_from_logits(loss_fn: Any) -> bool:
     """Returns whether a loss takes logits and not probabilities."""
     config = loss_fn.get_config() if isinstance(loss_fn, keras.losses.Loss) else {}
     return bool(config.get("from_logits", False))
+
+
+def update_metric(
+    metric: keras.metrics.Metric,
+    y: Any,
+    outputs: Any,
+    sample_weight: tf.Tensor | None,
+    mask: tf.Tensor | None = None,
+) -> None:
+    """Updates a metric with a replica's share of a batch, which may be empty.
+
+    Keras's metrics add nothing for no examples. A metric or function of the user's may divide by
+    their number, so it is not called.
+
+    Args:
+        metric: the metric.
+        y: the labels.
+        outputs: the outputs.
+        sample_weight: as for `weights_for`.
+        mask: as for `weights_for`.
+
+    Raises:
+        ValueError: if one of Keras's metrics would broadcast labels or outputs.
+    """
+    if type(metric) in ELEMENTWISE_METRICS and would_repeat(y, outputs):
+        raise ValueError(
+            "`metrics` must compare labels and outputs of one shape; got "
+            f"{y.shape} and {outputs.shape} for {type(metric).__name__}"
+        )
+    weights = weights_for(metric, y, sample_weight, mask)
+    if replicas_in_sync() == 1 or is_of_keras(type(metric)):
+        call_user(metric.update_state, y, outputs, sample_weight=weights)
+        return
+    if not is_of_keras(type(metric).update_state):
+        warn_once(
+            f"The variables of the metric {metric.name!r} are added up over replicas: right for "
+            "sums and counts alone. Keep sums in the metric, and divide in result()."
+        )
+
+    def update() -> bool:
+        call_user(metric.update_state, y, outputs, sample_weight=weights)
+        return True
+
+    tf.cond(count_examples(y) > 0, update, lambda: False)
+
+
+def update_by_output(
+    metrics: Mapping[str, keras.metrics.Metric],
+    entries: Mapping[str, tuple[Key, Any]],
+    losses: OutputLosses,
+    y: Any,
+    outputs: Any,
+    sample_weight: tf.Tensor | None,
+) -> None:
+    """Updates the metrics of each output with its labels and its values.
+
+    Args:
+        metrics: the metrics, keyed by name.
+        entries: what `entries_by_name` returned.
+        losses: the losses of the outputs.
+        y: the labels, in the structure of the losses.
+        outputs: the model's outputs, in the structure of the losses.
+        sample_weight: shape (examples,), or None.
+
+    Raises:
+        ValueError: if an output that has metrics is missing among the labels or the outputs.
+    """
+    keys = {key for key, _ in entries.values()}
+    labels = losses.by_key("labels", y, keys, "metrics")
+    values = losses.by_key("outputs", outputs, keys, "metrics")
+    for name, (key, metric) in entries.items():
+        if metric is not None:
+            update_metric(metrics[name], labels[key], values[key], sample_weight)
+            continue
+        found = example_losses(losses.losses[key], labels[key], values[key])
+        weight = tf.ones_like(found)
+        if sample_weight is not None:
+            weight = tf.cast(tf.reshape(sample_weight, tf.shape(found)), found.dtype)
+        # As in the loss, the sign counts, and an example without weight adds nothing.
+        found = tf.math.multiply_no_nan(found, tf.sign(weight))
+        metrics[name].update_state(found, sample_weight=tf.abs(weight))
+
+
+def is_of_keras(item: Any) -> bool:
+    """Returns whether Keras defines a class or a function."""
+    return str(item.__module__).partition(".")[0] == "keras"
+
+
+def replicas_in_sync() -> int:
+    """Returns the number of replicas that take this step together; 1 outside of a replica."""
+    context = tf.distribute.get_replica_context()
+    return int(context.num_replicas_in_sync) if context else 1
+
+
+def weights_for(
+    metric: keras.metrics.Metric,
+    y: Any,
+    sample_weight: tf.Tensor | None,
+    mask: tf.Tensor | None = None,
+) -> tf.Tensor | None:
+    """Returns the weights that a metric takes.
+
+    Keras's metrics that are means multiply them by the Keras mask of the outputs themselves, and
+    all others of Keras ignore it. Keras's IoU metrics want a weight for each label, and those of
+    `FBetaScore` must have one dimension.
+
+    Args:
+        metric: the metric.
+        y: the labels.
+        sample_weight: shape (examples, ...), or None.
+        mask: the mask of the outputs: shape (examples, ...), bool; or None.
+
+    Raises:
+        ValueError: if the metric would change the weights.
+    """
+    if sample_weight is not None:
+        if sample_weight.dtype.is_floating:
+            if counts_integers(metric):  # which makes 0 of a weight of 0.9
+                raise ValueError(
+                    f"`metrics` must keep weights: {metric.name!r} needs dtype='float32'"
+                )
+        else:
+            sample_weight = tf.cast(sample_weight, tf.int32)  # tf.abs takes no bools
+        sample_weight = tf.abs(sample_weight)  # with signs, an accuracy could be any number
+    ignores_mask = is_of_keras(type(metric)) and not isinstance(
+        metric, keras.metrics.MeanMetricWrapper
+    )
+    if mask is not None and ignores_mask:
+        if sample_weight is None:
+            sample_weight = tf.cast(mask, tf.int32 if counts_integers(metric) else tf.float32)
+        else:
+            sample_weight = product(sample_weight, tf.cast(mask, sample_weight.dtype))
+    if sample_weight is None:
+        return None
+    if isinstance(metric, keras.metrics.IoU):
+        labels = y if metric.sparse_y_true else tf.argmax(y, axis=metric.axis)
+        ones = tf.ones_like(labels, sample_weight.dtype)
+        return product(without_last_ones(sample_weight), ones)
+    if isinstance(metric, keras.metrics.FBetaScore):
+        weights = without_last_ones(sample_weight)
+        if weights.shape.rank not in (1, None):  # it would multiply all examples by all weights
+            raise ValueError(
+                f"`metrics` must take the weights of the data; got shape {weights.shape} for "
+                f"{metric.name!r}, which takes one for each example"
+            )
+        return weights
+    return sample_weight
+
+
+def counts_integers(metric: keras.metrics.Metric) -> bool:
+    """Returns whether a metric is one of Keras's IoU metrics without a floating-point dtype."""
+    return isinstance(metric, keras.metrics.IoU) and tf.as_dtype(metric.dtype).is_integer
 
 
 def numbers_of(metrics: MetricsByName) -> dict[str, float]:

@@ -16,7 +16,6 @@ import tensorflow as tf
 from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
 from trainer.base.trace_apart import apart
-from trainer.base.warn_once import warn_once
 from trainer.keras_compat import all_layers, keras_mask, with_keras_mask
 from trainer.losses.loss_fn import product, without_last_ones
 from trainer.losses.outputs import only_one
@@ -25,13 +24,8 @@ from trainer.step.types import Model
 
 def makes_masks(model: Model) -> bool:
     """Returns whether a layer of a model makes a mask of its inputs."""
-    return bool(mask_makers(model))
-
-
-def mask_makers(model: Model) -> list[keras.Layer]:
-    """Returns the layers of a model that make a mask of their inputs."""
     layers = all_layers(model) if isinstance(model, keras.Layer) else []
-    return [layer for layer in layers if makes_mask(layer)]
+    return any(map(makes_mask, layers))
 
 
 def makes_mask(layer: keras.Layer) -> bool:
@@ -84,7 +78,6 @@ def traced_mask(model: Model, x: Any) -> Any:
     Args:
         model: the model.
         x: inputs of the shapes and dtypes that the function takes.
-        training: the argument of the model's call.
     """
     specs = tf.nest.map_structure(tf.type_spec_from_value, x)
     found: list[tf.Tensor | None] = []
@@ -104,7 +97,8 @@ def traced_mask(model: Model, x: Any) -> Any:
         traced = tf.compat.v1.wrap_function(forward, tf.nest.flatten(specs))
     if found[0] is None:
         return None
-    return traced.prune(arguments_of(traced), traced.outputs[0])
+    arguments = traced.inputs[: -len(traced.captured_inputs) or None]
+    return traced.prune(arguments, traced.outputs[0])
 
 
 def masked(
@@ -127,48 +121,3 @@ def masked(
         if weights.shape.rank < mask.shape.rank:
             sample_weight = product(weights, tf.ones_like(mask, tf.float32))
     return with_keras_mask(outputs, mask), sample_weight, mask
-
-
-def arguments_of(traced: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a traced function's graph that stand for its arguments."""
-    inputs: list[tf.Tensor] = traced.inputs[: -len(traced.captured_inputs) or None]
-    return inputs
-
-
-def check_mask_is_known(model: Model, outputs: Any) -> None:
-    """Raises ValueError if the outputs have a mask that `mask_of_outputs` does not find.
-
-    Args:
-        model: the model.
-        outputs: its outputs in a forward pass.
-    """
-    if not makes_masks(model) and any(
-        keras_mask(output) is not None for output in tf.nest.flatten(outputs)
-    ):
-        raise ValueError(
-            "`model` must make its Keras masks in compute_mask of a layer, as the number of "
-            "elements that count must be known before the forward pass"
-        )
-
-
-def warn_of_lost_mask(model: Model, outputs: Any) -> None:
-    """Warns if a model makes a mask, but gives it to none of its outputs for sequences.
-
-    Keras's layers warn when they drop a mask. Operations outside layers (`a + b`, `keras.ops`)
-    drop it without a word, and padding then counts in the loss. Outputs with fewer than three
-    dimensions have none for positions: there a layer has used the mask, as a classifier's does.
-
-    Args:
-        model: the model.
-        outputs: its outputs.
-    """
-    outputs = tf.nest.flatten(outputs)
-    sequences = [each for each in outputs if (each.shape.rank or 0) >= 3]
-    if not sequences or any(keras_mask(each) is not None for each in outputs):
-        return
-    if makers := mask_makers(model):
-        names = ", ".join(repr(layer.name) for layer in makers)
-        warn_once(
-            f"The Keras mask that {names} makes does not reach the model's output, so padding "
-            "counts in the loss and in the metrics, as in Keras. Yield (x, y, weight) instead."
-        )

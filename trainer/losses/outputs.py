@@ -7,15 +7,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import keras
 import tensorflow as tf
 
 from scaling.base.argument_checks import shown
+from strategies.division import shapes_in
 from trainer.base.autograph import without_autograph
 from trainer.fingerprint import is_function
 from trainer.losses.loss_fn import LossFunction, example_losses, ignore_class_of
-from trainer.losses.metric_updates import update_share, weights_for
-from trainer.losses.shapes import check_metric_shapes, name_of
+from trainer.losses.shapes import name_of
 
 Key: TypeAlias = str | int  # the name of an output in a dict, or its place in a list
 
@@ -80,7 +79,7 @@ class OutputLosses:
             return found
         raise ValueError(
             f"`{argument}` must have the structure of the {what}; got {sorted(map(str, keys))} and "
-            f"{structure_of(values if found is None else found)} as {what}"
+            f"{shapes_in(values)} as {what}"
         )
 
     def found_in(self, values: Any) -> Mapping[Key, Any] | None:
@@ -137,15 +136,6 @@ def only_one(values: Any) -> Any:
     return values
 
 
-def structure_of(values: Any) -> str:
-    """Returns what holds labels or outputs, in words."""
-    if isinstance(values, Mapping):
-        return f"a dict of {sorted(map(str, values))}"
-    if isinstance(values, (list, tuple)):
-        return f"a {type(values).__name__} of {len(values)}"
-    return "a single tensor"
-
-
 def is_several(loss_fn: object) -> bool:
     """Returns whether an argument `loss_fn` names a loss for each output."""
     return isinstance(loss_fn, (Mapping, list, tuple))
@@ -196,15 +186,6 @@ def weights_by_key(
             f"`weights` must have the structure of `loss_fn`; got {shown(loss_weights)}"
         )
     return {key: float(given.get(key, 1.0)) for key in losses}
-
-
-def check_loss_weights(loss_fn: object, loss_weights: object) -> None:
-    """Raises ValueError if there are weights, but not a loss for each output."""
-    if loss_weights is not None and not is_several(loss_fn):
-        raise ValueError(
-            "`weights` must be None unless `loss_fn` has a loss for each output; got "
-            f"{shown(loss_weights)}"
-        )
 
 
 def metrics_by_output(metrics: Any, losses: OutputLosses) -> dict[Key, list[Any]]:
@@ -287,42 +268,3 @@ def key_of(metric: Any) -> str:
         return metric
     named = is_function(metric) or isinstance(metric, type)
     return name_of(metric).strip("<>") if named else str(metric.name)
-
-
-def update_by_output(
-    metrics: Mapping[str, keras.metrics.Metric],
-    entries: Mapping[str, tuple[Key, Any]],
-    losses: OutputLosses,
-    y: Any,
-    outputs: Any,
-    sample_weight: tf.Tensor | None,
-) -> None:
-    """Updates the metrics of each output with its labels and its values.
-
-    Args:
-        metrics: the metrics, keyed by name.
-        entries: what `entries_by_name` returned.
-        losses: the losses of the outputs.
-        y: the labels, in the structure of the losses.
-        outputs: the model's outputs, in the structure of the losses.
-        sample_weight: shape (examples,), or None.
-
-    Raises:
-        ValueError: if an output that has metrics is missing among the labels or the outputs.
-    """
-    keys = {key for key, _ in entries.values()}
-    labels = losses.by_key("labels", y, keys, "metrics")
-    values = losses.by_key("outputs", outputs, keys, "metrics")
-    for name, (key, metric) in entries.items():
-        if metric is None:
-            found = example_losses(losses.losses[key], labels[key], values[key])
-            weight = tf.ones_like(found)
-            if sample_weight is not None:
-                weight = tf.cast(tf.reshape(sample_weight, tf.shape(found)), found.dtype)
-            # As in the loss, the sign counts, and an example without weight adds nothing.
-            found = tf.math.multiply_no_nan(found, tf.sign(weight))
-            metrics[name].update_state(found, sample_weight=tf.abs(weight))
-        else:
-            check_metric_shapes(metrics[name], labels[key], values[key])
-            weights = weights_for(metrics[name], labels[key], sample_weight)
-            update_share(metrics[name], labels[key], values[key], sample_weight=weights)

@@ -14,24 +14,36 @@ import tensorflow as tf
 from trainer.base.autograph import call_user
 from trainer.step.losses import assert_shapes
 
-# Losses that compare a label with the output at the same place, by class and as a function.
-LOSSES = (
+# Losses and metrics of Keras that compare a label with the output at the same place.
+ELEMENTWISE = (
+    "Accuracy",
+    "BinaryAccuracy",
     "BinaryCrossentropy",
     "BinaryFocalCrossentropy",
+    "CategoricalAccuracy",
+    "CategoricalCrossentropy",
     "CategoricalFocalCrossentropy",
     "CategoricalHinge",
+    "ConcordanceCorrelation",
     "CosineSimilarity",
     "Dice",
+    "F1Score",
+    "FBetaScore",
     "Hinge",
     "Huber",
     "KLDivergence",
     "LogCosh",
+    "LogCoshError",
     "MeanAbsoluteError",
     "MeanAbsolutePercentageError",
     "MeanSquaredError",
     "MeanSquaredLogarithmicError",
+    "PearsonCorrelation",
     "Poisson",
+    "R2Score",
+    "RootMeanSquaredError",
     "SquaredHinge",
+    "TopKCategoricalAccuracy",
     "Tversky",
 )
 # The labels that Keras's cross-entropies take, by class and function: the numbers of classes
@@ -48,13 +60,16 @@ LABELS_OF_LOSS = {
     "SparseCategoricalCrossentropy": "sparse",
     "sparse_categorical_crossentropy": "sparse",
 }
-CLASSES = tuple(getattr(keras.losses, name) for name in LOSSES)
-FUNCTIONS = tuple(each().fn for each in CLASSES)
+ELEMENTWISE_LOSSES, ELEMENTWISE_METRICS = (
+    [vars(module)[name] for name in ELEMENTWISE if name in vars(module)]
+    for module in (keras.losses, keras.metrics)
+)
+FUNCTIONS = [each().fn for each in ELEMENTWISE_LOSSES]
 
 
 def is_elementwise(loss_fn: Any) -> bool:
     """Returns whether a loss is one of Keras's own that compare element by element."""
-    return type(loss_fn) in CLASSES or any(loss_fn is each for each in FUNCTIONS)
+    return type(loss_fn) in ELEMENTWISE_LOSSES or any(loss_fn is each for each in FUNCTIONS)
 
 
 def keras_loss(loss_fn: Any, call: Callable[..., Any], y: Any, predictions: Any) -> Any:
@@ -69,12 +84,15 @@ def keras_loss(loss_fn: Any, call: Callable[..., Any], y: Any, predictions: Any)
     Raises:
         ValueError: if labels and outputs do not fit each other.
     """
-    if is_elementwise(loss_fn) and would_repeat(y, predictions):
+    wrong = is_elementwise(loss_fn) and would_repeat(y, predictions)
+    if type(loss_fn) is keras.losses.CategoricalGeneralizedCrossEntropy:
+        # It compares class numbers of shape (examples, 1) with the outputs of all examples.
+        wrong = y.shape.rank != predictions.shape.rank - 1
+    if wrong:
         raise ValueError(
-            "`loss_fn` must compare labels and outputs of one shape; got labels "
-            f"{described(y)} and outputs {described(predictions)} for {name_of(loss_fn)}"
+            "`loss_fn` must compare labels and outputs of one shape; got "
+            f"{y.shape} and {predictions.shape} for {name_of(loss_fn)}"
         )
-    check_class_numbers(loss_fn, y, predictions)
     with tf.control_dependencies(assertions(loss_fn, y, predictions)):
         return call_user(call, y, predictions)
 
@@ -94,21 +112,6 @@ def would_repeat(y: Any, predictions: Any) -> bool:
     elif other.rank == one.rank + 1 and other[-1] == 1:
         other = other[:-1]
     return not one.is_compatible_with(other)
-
-
-def check_class_numbers(loss_fn: Any, y: Any, predictions: Any) -> None:
-    """Raises ValueError if Keras would compare the class of one example with all examples' outputs.
-
-    Keras says that this loss takes labels of shape (examples, 1), and compares them so.
-    """
-    if type(loss_fn) is not keras.losses.CategoricalGeneralizedCrossEntropy:
-        return
-    one, other = y.shape.rank, predictions.shape.rank
-    if one is not None and other is not None and one != other - 1:
-        raise ValueError(
-            "`loss_fn` must get class numbers with one dimension less than the outputs; got labels "
-            f"{described(y)} for {described(predictions)}"
-        )
 
 
 def assertions(loss_fn: Any, y: Any, predictions: Any) -> list[tf.Operation]:
@@ -133,64 +136,3 @@ def name_of(loss_fn: Any) -> str:
     if isinstance(loss_fn, keras.losses.Loss):
         return type(loss_fn).__name__
     return str(getattr(loss_fn, "__name__", None) or type(loss_fn).__name__)
-
-
-# Metrics that compare a label with the output at the same place.
-METRICS = (
-    "Accuracy",
-    "BinaryAccuracy",
-    "BinaryCrossentropy",
-    "CategoricalAccuracy",
-    "CategoricalCrossentropy",
-    "CategoricalHinge",
-    "ConcordanceCorrelation",
-    "CosineSimilarity",
-    "F1Score",
-    "FBetaScore",
-    "Hinge",
-    "KLDivergence",
-    "LogCoshError",
-    "MeanAbsoluteError",
-    "MeanAbsolutePercentageError",
-    "MeanSquaredError",
-    "MeanSquaredLogarithmicError",
-    "PearsonCorrelation",
-    "Poisson",
-    "R2Score",
-    "RootMeanSquaredError",
-    "SquaredHinge",
-    "TopKCategoricalAccuracy",
-)
-METRIC_CLASSES = tuple(getattr(keras.metrics, name) for name in METRICS)
-
-
-def check_metric_shapes(metric: keras.metrics.Metric, y: Any, outputs: Any) -> None:
-    """Raises ValueError if one of Keras's metrics would broadcast labels or outputs.
-
-    Args:
-        metric: the metric.
-        y: the labels.
-        outputs: the outputs.
-    """
-    if type(metric) in METRIC_CLASSES and would_repeat(y, outputs):
-        raise ValueError(
-            f"`metrics` must compare labels and outputs of one shape; got labels {described(y)} "
-            f"and outputs {described(outputs)} for {type(metric).__name__}"
-        )
-
-
-def described(batch: Any) -> str:
-    """Returns the dtypes and shapes of a batch as text.
-
-    Example:
-        >>> described((tf.ones([4, 1]), {"ids": tf.ones([4], tf.int32)}))
-        "(float32 (4, 1), {'ids': int32 (4,)})"
-    """
-    if isinstance(batch, dict):
-        return "{" + ", ".join(f"{key!r}: {described(batch[key])}" for key in batch) + "}"
-    if isinstance(batch, tuple | list):
-        return "(" + ", ".join(map(described, batch)) + ")"
-    if getattr(batch, "dtype", None) is None:
-        return str(batch)
-    shape = batch.shape
-    return f"{tf.as_dtype(batch.dtype).name} {tuple(shape) if shape.rank is not None else shape}"

@@ -1,7 +1,8 @@
 """Checks the values of every batch, for `check_data=True`: in the graph, before the step."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -39,28 +40,38 @@ def checked(
     """
 
     @without_autograph
-    def check_and_step(batch: Any) -> Any:
+    def checked_step(batch: Any) -> Any:
         own = {"example_weights": tf.convert_to_tensor(call_user(weights, batch))}
-        with tf.control_dependencies([*finite(batch), *finite(own), *map(in_range, ranges(batch))]):
+        rules = [*finite(batch), *finite(own), *map(in_range, ranges(batch))]
+        with tf.device("CPU:0"):  # where an error can name what was found
+            checks = [
+                tf.raw_ops.Assert(condition=holds, data=[f"{MARK} {wanted}", *found])
+                for holds, wanted, found in rules
+            ]
+        with tf.control_dependencies(checks):
             return step(tf.nest.map_structure(tf.identity, batch, expand_composites=True))
 
-    return check_and_step
+    return checked_step
 
 
-def finite(batch: Any) -> list[tf.Operation]:
-    """Checks that the floating-point tensors of a batch hold neither inf nor NaN."""
-    checks = []
+# What a batch must hold: whether it does, this in words, and numbers that were found instead.
+Rule: TypeAlias = tuple[tf.Tensor, str, Sequence[tf.Tensor]]
+
+
+def finite(batch: Any) -> list[Rule]:
+    """Returns the rules that the floating-point tensors of a batch hold neither inf nor NaN."""
+    rules: list[Rule] = []
     for path, leaf in keras.tree.flatten_with_path(batch):
         place = f"part {'/'.join(map(str, path))} of the batch" if path else "the batch"
         for values in tf.nest.flatten(leaf, expand_composites=True):
             if values.dtype.is_floating or values.dtype.is_complex:
                 right = tf.reduce_all(tf.math.is_finite(tf.abs(values)))
-                checks.append(check(right, f"finite numbers in {place}; got inf or NaN"))
-    return checks
+                rules.append((right, f"finite numbers in {place}; got inf or NaN", ()))
+    return rules
 
 
-def in_range(labels: LabelRange) -> tf.Operation:
-    """Checks that labels are in their range."""
+def in_range(labels: LabelRange) -> Rule:
+    """Returns the rule that labels are in their range."""
     values = tf.nest.flatten(labels.labels, expand_composites=True)[0]
     # A bound such as 999 need not be a number of the labels' own dtype, such as uint8.
     values = tf.cast(values, tf.int64 if values.dtype.is_integer else tf.float64)
@@ -69,20 +80,7 @@ def in_range(labels: LabelRange) -> tf.Operation:
     least, most = tf.reduce_min(values), tf.reduce_max(values)
     right = (tf.size(values) == 0) | ((least >= labels.low) & (most <= labels.high))
     wanted = f"{labels.name} from {labels.low} to {labels.high}; got a smallest and a largest of"
-    return check(right, wanted, least, most)
-
-
-def check(right: tf.Tensor, wanted: str, *found: tf.Tensor) -> tf.Operation:
-    """Returns an operation that fails if a condition is false.
-
-    Args:
-        right: shape (), bool.
-        wanted: what the data must hold, and "got".
-        *found: numbers that were found instead, each of shape ().
-    """
-    with tf.device("CPU:0"):  # where an error can name what was found
-        data = [tf.constant(f"{MARK}: {wanted}"), *found]
-        return tf.raw_ops.Assert(condition=right, data=data)
+    return right, wanted, [least, most]
 
 
 def label_ranges(loss_fn: Any, y: Any, outputs: Callable[[], Any]) -> list[LabelRange]:
@@ -94,20 +92,19 @@ def label_ranges(loss_fn: Any, y: Any, outputs: Callable[[], Any]) -> list[Label
         outputs: returns the model's outputs, or specs with their shapes. Called only if a range
             depends on them.
     """
-    if isinstance(loss_fn, OutputLosses):
-        losses: Mapping[Any, Any] = loss_fn.losses
-        labels = loss_fn.by_key("labels", y, losses.keys())
+    if not isinstance(loss_fn, OutputLosses):
+        ranges = [label_range("labels", loss_fn, y, outputs)]
+    else:
+        keys = loss_fn.losses.keys()
+        labels = loss_fn.by_key("labels", y, keys)
 
         def output_of(key: Any) -> Any:
-            return loss_fn.by_key("outputs", outputs(), losses.keys())[key]
+            return loss_fn.by_key("outputs", outputs(), keys)[key]
 
-        found = [(f"labels of {key!r}".replace("'", ""), key) for key in losses]
         ranges = [
-            label_range(name, losses[key], labels[key], lambda key=key: output_of(key))  # type: ignore[misc]
-            for name, key in found
+            label_range(f"labels of {key}", loss, labels[key], functools.partial(output_of, key))
+            for key, loss in loss_fn.losses.items()
         ]
-    else:
-        ranges = [label_range("labels", loss_fn, y, outputs)]
     return [each for each in ranges if each]
 
 

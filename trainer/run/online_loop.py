@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from trainer.base.atomic_files import only_writer
 from trainer.callbacks.divergence import LossWatch
-from trainer.data.errors import found_in, wrong_values
+from trainer.data.errors import MARK, DataError, reason_of
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
@@ -134,8 +134,8 @@ class OnlineLoop(OuterLoop):
         try:
             report, (metrics, rows) = parts.run_batch(batch, tf.constant(waited, tf.float32))
         except tf.errors.OpError as error:
-            if wrong := found_in(error.message):
-                raise wrong_values(wrong, f"after step {before}") from error
+            if MARK in error.message:
+                raise DataError(f"{reason_of(error.message)}, after step {before}") from error
             error.add_note(f"raised after step {before}.")
             self.failure = error
             raise

@@ -207,7 +207,7 @@ def test_an_error_is_not_raised_again(launched, tmp_path):
     assert codes == [0], printed(job)
     found = json.loads((tmp_path / "result.json").read_text())
 
-    assert found["data"].startswith("`train_data` must hold finite numbers in part 0 of the batch")
+    assert "finite numbers in part 0 of the batch" in found["data"]
     assert found["after"] == 4
     assert "the loss was not finite at step 2" in found["stuck"]
     assert found["attempted"] == 2

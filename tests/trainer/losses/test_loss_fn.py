@@ -484,18 +484,6 @@ def test_a_loss_that_is_nan_or_random_on_trial_is_not_refused(loss):
     assert losses.shape == [3]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_weights_of_tokens_have_the_dtype_of_the_losses(dtype):
-    """So the error is that of the losses' dtype, which the step refuses, with and without weights."""
-    losses = example_losses(
-        lambda y, outputs: tf.cast(outputs - y, dtype),
-        tf.zeros([2, 3]),
-        tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
-        tf.constant([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
-    )
-    assert (losses.dtype.name, losses.numpy().tolist()) == (dtype, [1.5, 5.0])
-
-
 @pytest.mark.parametrize(
     "loss",
     [
@@ -506,7 +494,7 @@ def test_weights_of_tokens_have_the_dtype_of_the_losses(dtype):
 )
 def test_outputs_without_a_last_dimension_are_refused(loss):
     """Keras would take the mean, or a softmax, over the examples."""
-    with pytest.raises(ValueError, match="`loss_fn` must give each example its own loss"):
+    with pytest.raises(ValueError, match="`loss_fn` must"):
         example_losses(loss, tf.ones([3]), tf.zeros([3]))
 
 

@@ -7,12 +7,7 @@ import tensorflow as tf
 from helpers import attempt
 
 from trainer import Trainer
-from trainer.base.warn_once import warn_once
-from trainer.losses.output_mask import (
-    check_mask_is_known,
-    mask_of_outputs,
-    warn_of_lost_mask,
-)
+from trainer.losses.output_mask import check_mask_values, mask_of_outputs
 
 LAYERS = keras.layers
 IDS = np.int32([[3, 1, 0, 0], [2, 0, 0, 0], [1, 2, 3, 1], [0, 0, 0, 0], [1, 0, 2, 0]])
@@ -89,13 +84,28 @@ def test_models_without_masks_cost_nothing():
     assert mask_of_outputs(tf.Module(), tf.ones([2, 3])) is None
 
 
+HIDDEN = LAYERS.Masking()
+
+
 def test_a_mask_that_no_layer_announces_is_refused():
     """A mask that appears only in the forward pass would not be in the weights."""
-    model = keras.Sequential([keras.Input([3]), LAYERS.Dense(1)])
-    masked = LAYERS.Masking()(tf.zeros([2, 3, 1]))
-    check_mask_is_known(model, tf.zeros([2, 3]))
-    with pytest.raises(ValueError, match="`model` must make its Keras masks in compute_mask"):
-        check_mask_is_known(model, masked)
+
+    class Hiding(keras.Model):
+        def call(self, inputs):
+            return HIDDEN(inputs)  # no layer of the model
+
+    x = np.ones([2, 3, 1], np.float32)
+    with pytest.raises(ValueError, match="`model`"):
+        Trainer(model=Hiding, loss_fn="mse", verbose=False).evaluate((x, x), global_batch=2)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(-999.0, "bfloat16"), (-99.9, "float16")])
+def test_a_mask_value_that_half_precision_lacks_is_refused(value, dtype):
+    """Keras rounds the inputs but not the value, so nothing would be masked."""
+    check_mask_values(keras.Sequential([LAYERS.Masking(-1.0, dtype=dtype)]))
+    check_mask_values(keras.Sequential([LAYERS.Masking(value, dtype="float32")]))
+    with pytest.raises(ValueError, match="`mask_value`"):
+        check_mask_values(keras.Sequential([LAYERS.Masking(value, dtype=dtype)]))
 
 
 def words(*layers):
@@ -240,45 +250,3 @@ def test_weights_of_examples_weight_their_metrics(steps):
     found = results(x, y, weights)
     assert found == pytest.approx(results(x[::3], y[::3]), rel=1e-6)
     assert found["mae"] == pytest.approx(found["loss"], rel=1e-6)
-
-
-def adder(*, add_as_layer):
-    """A model of sequences that adds two tensors with a mask, as a layer or with `+`."""
-    ids = keras.Input([4], dtype="int32")
-    embedded = LAYERS.Embedding(4, 3, mask_zero=True, name="ids")(ids)
-    hidden = LAYERS.Dense(3)(embedded)
-    added = LAYERS.Add()([embedded, hidden]) if add_as_layer else embedded + hidden
-    return keras.Model(ids, LAYERS.Dense(4)(added))
-
-
-def warnings_of(caplog, model, loss_fn, data):
-    """Evaluates a model; returns what was logged as a warning."""
-    warn_once.cache_clear()
-    caplog.clear()
-    Trainer(model=model, loss_fn=loss_fn, verbose=False).evaluate(data, global_batch=5)
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
-@pytest.mark.thorough
-def test_a_mask_that_an_operation_drops_is_warned_of(caplog):
-    """Keras drops masks at `a + b` without a word, and then padding counts in the loss."""
-    from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    lost, kept = adder(add_as_layer=False), adder(add_as_layer=True)
-
-    [warning] = warnings_of(caplog, lost, from_logits, (IDS, IDS))
-    assert "The Keras mask that 'ids' makes does not reach" in warning
-    assert warnings_of(caplog, kept, from_logits, (IDS, IDS)) == []
-
-
-@pytest.mark.thorough
-def test_no_mask_is_missed_where_weights_or_a_class_say_what_counts(caplog):
-    """Weights of tokens, `ignore_class`, and outputs without positions need no mask."""
-    loss = keras.losses.SparseCategoricalCrossentropy
-    lost = adder(add_as_layer=False)
-    weights = np.float32(IDS != 0)
-    ignoring = loss(from_logits=True, ignore_class=0)
-
-    assert warnings_of(caplog, lost, loss(from_logits=True), (IDS, IDS, weights)) == []
-    assert warnings_of(caplog, lost, ignoring, (IDS, IDS)) == []
-    warn_of_lost_mask(lost, tf.zeros([5, 4]))
-    assert not caplog.records
