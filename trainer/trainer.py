@@ -28,7 +28,6 @@ from trainer.data.batches import (
     are_arrays,
     batches,
     check_ends,
-    check_epochs_end,
     check_length,
     repeat_first_batch,
     same_data,
@@ -40,13 +39,12 @@ from trainer.data.structures import as_arrays, as_global_batch
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
     EvalData,
-    check_schedule,
     evaluate_each,
     first_batch,
     read_eval_data,
     result_names,
 )
-from trainer.evaluation.export import check_export, export, warn_of_merged_adapters
+from trainer.evaluation.export import export
 from trainer.fingerprint import entries_of, texts_of_arrays
 from trainer.log.console import RunConsole, resolve_style
 from trainer.log.run_log import RunLog
@@ -482,7 +480,8 @@ class Trainer(Task):
         self._withdraw_stop()
         with only_writer(folder), self._with_workers(), StopSignals(self.stop) as signals:
             known, data = self._read_train_data(train_data, steps, epochs, global_batch)
-            check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
+            if eval_interval is not None:
+                check_integer("eval_interval", eval_interval, 1)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             with RunConsole(self.style).busy("building the model ..."):
                 self._start(data.first)
@@ -731,8 +730,6 @@ class Trainer(Task):
         were not compared with those of the run.
         """
         loop.introduce()
-        if self.checkpoints.keep_best and isinstance(self.model, keras.Model):
-            warn_of_merged_adapters(self.model)
         while self.when_training_begins:
             self.when_training_begins.pop(0)()
         self._introduced = True
@@ -750,8 +747,8 @@ class Trainer(Task):
         known = self._known_position(train_data, global_batch)
         data = known.data if known else self._batches(train_data, global_batch)
         check_length(steps, epochs, data)
-        if self.overrides("on_epoch_end"):
-            check_epochs_end(data)
+        if data.steps_per_epoch is None and self.overrides("on_epoch_end"):
+            raise ValueError("`train_data` must have a known length for on_epoch_end to be called")
         return known, data
 
     def _target(self, steps: int | None, epochs: int | None, position: DataPosition) -> int:
@@ -1132,7 +1129,6 @@ class Trainer(Task):
                 differ by more than 32 times the machine epsilon.
         """
         self._check_started("export")
-        check_export(path, precision)
         with self._weights(averaged), random_numbers_kept():
             return export(self.model, local_path(path), precision, compare_on, self._inputs)
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import fingerprint as module
-from trainer.data.pipeline_graph import pipeline_graph
+from trainer.data.iterator_state import pipeline_graph
 from trainer.fingerprint import (
     check_resumable,
     diff,

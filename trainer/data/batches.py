@@ -16,11 +16,10 @@ import strategies
 from scaling.base.argument_checks import check_integer
 from strategies.division import count_examples, known_examples
 from trainer.base.autograph import without_autograph
-from trainer.data.array_copies import ArrayCopies
 from trainer.data.reader import Reader, untuned
 from trainer.data.source import Source
 from trainer.data.sources import is_arrow, is_source, source_of
-from trainer.data.structures import as_arrays, check_no_mask, rows_in
+from trainer.data.structures import as_arrays, rows_in
 from trainer.step.types import Batch
 
 OTHER_SIZE = "Batches must have one size here; use batch(..., drop_remainder=True)"
@@ -30,6 +29,54 @@ Data: TypeAlias = "tf.data.Dataset | DatasetFunction | np.ndarray | Batch"
 
 # The element spec of a dataset: the structure of a batch, with a spec for each tensor.
 Spec: TypeAlias = "tf.TypeSpec | Mapping[str, Spec] | tuple[Spec, ...]"
+
+CHUNK_BYTES = 2**17  # how much is compared at a time: it fits into a processor's cache
+
+
+class ArrayCopies:
+    """Copies of the arrays that a user passed, in any structure, and the batches made of them.
+
+    A user may go on writing to the arrays, as to a replay buffer. So batches are made of copies,
+    which also tell whether the arrays were changed.
+
+    Args:
+        data: the arrays; the first dimension of each indexes the examples.
+        global_batch: the batch size.
+        shuffle_seed: seed for a new order in every pass; None keeps the order.
+    """
+
+    def __init__(self, data: Any, global_batch: int, shuffle_seed: int | None) -> None:
+        """Copies the arrays into the host's memory, from which batches are gathered."""
+        self.global_batch = global_batch
+        self.shuffle_seed = shuffle_seed
+        with tf.device("CPU"):
+            self.tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
+
+    def batches_from(self, first_pass: int) -> tf.data.Dataset:
+        """Returns the batches: one pass in order; or, shuffled, all passes from one on."""
+        size = min(self.global_batch, self.examples)
+        if self.shuffle_seed is None:
+            indices = tf.data.Dataset.range(self.examples).batch(size)
+        else:
+            indices = shuffled_indices(self.examples, size, self.shuffle_seed, first_pass)
+        return untuned(indices.map(without_autograph(self._rows)))
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return int(tf.nest.flatten(self.tensors)[0].shape[0])
+
+    def _rows(self, rows: tf.Tensor) -> Batch:
+        """Returns some rows of all arrays: where a batch of arrays is made."""
+        return tf.nest.map_structure(lambda array: tf.gather(array, rows), self.tensors)
+
+    def hold(self, data: Any) -> bool:
+        """Returns whether the arrays still have the values of the copies.
+
+        Reads all of both, which takes less time than copying them. Tensors cannot have changed.
+        """
+        pairs = zip(tf.nest.flatten(self.tensors), tf.nest.flatten(data), strict=True)
+        return all(isinstance(leaf, tf.Tensor) or same(copy, leaf) for copy, leaf in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +97,8 @@ class Batches:
         if self.arrays is None or first_pass == self.first_pass:
             return self
         dataset = self.arrays.batches_from(first_pass)
+        if self.one_size:
+            dataset = of_one_size(dataset, self.global_batch)
         return dataclasses.replace(self, dataset=dataset, first_pass=first_pass)
 
     def sized(self) -> "Batches":
@@ -142,21 +191,21 @@ def of_arrays(
     first_pass: int,
 ) -> Batches:
     """Makes a dataset of global batches from copies of arrays; see `batches`."""
-    for leaf in tf.nest.flatten(data):
-        check_no_mask(leaf, argument)
-    one_shape = strategies.capabilities(strategy).one_shape
-    arrays = ArrayCopies(as_arrays(data), global_batch, shuffle_seed, one_shape=one_shape)
+    arrays = ArrayCopies(as_arrays(data, argument), global_batch, shuffle_seed)
     rows_in(arrays.tensors, argument)
-    first = arrays.first_from(first_pass)
+    dataset = arrays.batches_from(first_pass)
+    first = _first(dataset, argument)
     rows = rows_in(first, argument)
-    return Batches(
-        dataset=arrays.batches_from(first_pass),
+    found = Batches(
+        dataset=dataset,
         first=first,
         global_batch=rows,
         steps_per_epoch=-(-arrays.examples // rows),
         arrays=arrays,
         first_pass=first_pass,
     )
+    one_shape = strategies.capabilities(strategy).one_shape
+    return found.sized() if one_shape and arrays.examples % rows == 0 else found
 
 
 def are_arrays(data: Data) -> bool:
@@ -288,14 +337,6 @@ def check_length(steps: int | None, epochs: int | None, found: Batches) -> None:
         )
 
 
-def check_epochs_end(found: Batches) -> None:
-    """Raises ValueError if the length of an epoch is unknown, so that `on_epoch_end` has no end."""
-    if found.steps_per_epoch is None:
-        raise ValueError(
-            "`train_data` must have a known length, or on_epoch_end would never be called"
-        )
-
-
 def _from_function(
     data: DatasetFunction, argument: str, strategy: tf.distribute.Strategy
 ) -> tf.data.Dataset:
@@ -339,3 +380,46 @@ def _first(dataset: tf.data.Dataset, argument: str) -> Batch:
 
 def _empty(argument: str) -> ValueError:
     return ValueError(f"`{argument}` must hold at least one batch; got an empty dataset")
+
+
+def same(copy: tf.Tensor, array: Any) -> bool:
+    """Returns whether an array has the bits of its copy."""
+    held, now = np.asarray(copy), np.asarray(array)
+    if held.shape != now.shape:
+        return False
+    if held.dtype != now.dtype or held.dtype.hasobject:  # strings
+        return bool(np.array_equal(copy.numpy(), tf.convert_to_tensor(array).numpy()))
+    rows = max(1, CHUNK_BYTES // max(1, held[:1].nbytes))
+    parts = (slice(begin, begin + rows) for begin in range(0, len(held), rows))
+    return all(held[part].tobytes() == now[part].tobytes() for part in parts)
+
+
+def shuffled_indices(
+    examples: int, global_batch: int, seed: int, first_pass: int = 0
+) -> tf.data.Dataset:
+    """Returns batches of shuffled indices forever, each pass in a new order.
+
+    The order depends only on the seed and the number of the pass. `Dataset.shuffle` would also
+    depend on TensorFlow's global seed, and would save its buffer in every checkpoint.
+    """
+
+    @without_autograph
+    def one_pass(number: tf.Tensor) -> tf.data.Dataset:
+        order = shuffled(examples, seed, number)
+        return tf.data.Dataset.from_tensor_slices(order).batch(global_batch)
+
+    endless = tf.data.Dataset.counter(first_pass).flat_map(one_pass)
+    return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+
+
+@tf.function(reduce_retracing=True, autograph=False)  # type: ignore[untyped-decorator]
+def _shuffled(examples: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+    indices = tf.range(examples, dtype=tf.int64)
+    return tf.random.experimental.stateless_shuffle(indices, seeds, alg="philox")
+
+
+def shuffled(examples: int, seed: int, number: int | tf.Tensor) -> tf.Tensor:
+    """Returns the order of a pass: the indices of all examples, in int64."""
+    seeds = tf.stack([tf.constant(seed, tf.int64), tf.cast(number, tf.int64)])
+    # Traced once per process: a pipeline of new arrays is then made in less time.
+    return _shuffled(tf.constant(examples, tf.int64), seeds)

@@ -9,17 +9,19 @@ a new order each time. The count is saved with the shuffle's iterator, which no 
 a later stage has read ahead to the end of a pass while the run is still in that pass. A second
 iterator over a single pass is therefore saved as well. No element is ever taken from the second
 iterator, so it is always at the beginning and holds the counts of all shuffles.
+
+Not every pipeline can be resumed exactly: its graph tells, at the end of this file.
 """
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from strategies.division import count_examples
 from trainer.data.batches import Batches
-from trainer.data.pipeline_graph import description, pipeline_graph
 from trainer.data.reader import untuned
 from trainer.fingerprint import Fingerprint, entries, texts_of_pipeline
 from trainer.step.types import Batch
@@ -28,6 +30,13 @@ RESUME_MODES = ("exact", "skip", "restart")
 OF_A_PASS = "global_batch", "data"  # the entries of `run.json` that say how long a pass is
 # The entry of `run.json` that says that no call of `train` was reading its data.
 BETWEEN_CALLS = "between_calls"
+
+Node: TypeAlias = tf.compat.v1.NodeDef  # an operation in the graph of a pipeline
+SEEDED = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
+ORDERING = (*SEEDED, "RangeDataset", "BatchDataset", "TakeDataset", "SkipDataset", "ShardDataset")
+# Attributes of operations that use a new order, or new random numbers, in each pass.
+RESHUFFLING = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+INTERLEAVE = "DirectedInterleaveDataset"
 
 
 class DataPosition:
@@ -203,11 +212,8 @@ class DataPosition:
 
         Waits as long as the pipeline waits for data: its state cannot be read meanwhile.
         """
-        if self.resume_mode == "exact":
-            self._write_iterators(folder)
-
-    def _write_iterators(self, folder: str) -> None:
-        """Writes the states of both iterators into a folder."""
+        if self.resume_mode != "exact":
+            return
         counts = self._shuffle_counts or self._uncounted()
         before, after = None, write_iterator(counts, f"{folder}/counts")
         while before != after:  # repeat if a stage that reads ahead began a new pass meanwhile
@@ -263,11 +269,9 @@ def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:
 class OnlinePosition(DataPosition):
     """Stands for the position in data while batches are passed one by one, to `train_on_batch`.
 
-    Their source is the program itself, so there is no position to save: whatever makes the batches
-    has to be restored by the program.
-
-    It keeps the position in the data that `train` was reading before, if any: checkpoints save it,
-    so that a later call of `train` goes on from there, also after a restart.
+    Their source is the program itself, so there is no position to save. The position in the data
+    that `train` was reading before is kept, if there is one: checkpoints save it, so that a later
+    call of `train` goes on from there, also after a restart.
 
     Args:
         batch: the first batch.
@@ -296,29 +300,154 @@ class OnlinePosition(DataPosition):
         return super().counts()
 
     def go_to(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
-        """Moves to the position in the data of `train`, if there is one."""
+        """Moves the position that is kept."""
         if self._before:
             self._before.go_to(folder, saved)
 
     def go_back(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
-        """Moves to the position of a checkpoint of the same process, if there is one."""
+        """Moves the position that is kept."""
         if self._before:
             self._before.go_back(folder, saved)
 
     def begin_late(self, saved: Mapping[str, Any]) -> None:
-        """Notes that the data of `train` is read from here on, if there is any."""
+        """Notes it of the position that is kept."""
         if self._before:
             self._before.begin_late(saved)
 
     def begin_instead(self, saved: Mapping[str, Any]) -> None:
-        """Notes that the position in the data of `train` begins anew, if there is one."""
+        """Notes it of the position that is kept."""
         if self._before:
             self._before.begin_instead(saved)
 
     def write(self, folder: str) -> None:
-        """Writes the position in the data of `train`, if there is one."""
+        """Writes the position that is kept."""
         if self._before:
             self._before.write(folder)
 
     def leave_out(self, count: int) -> None:
         """Does nothing: it is up to the program which batches it passes."""
+
+
+def pipeline_graph(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef | None:
+    """Returns the graph of a pipeline; None if it is too large to serialize.
+
+    Serializing temporarily takes as much additional memory as the tensors that the pipeline holds.
+
+    Raises:
+        ValueError: if an operation keeps state outside the pipeline.
+    """
+    try:
+        variant = tf.data.experimental.to_variant(dataset)
+        serialized = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=variant,
+            external_state_policy=2,  # FAIL: a stateful operation is an error
+        )
+        return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    except tf.errors.FailedPreconditionError as error:
+        found = re.search(r"(\w+) is stateful", error.message)
+        raise not_exact(f"the stateful operation {found[1] if found else error.message}") from None
+    except tf.errors.OpError:
+        return None
+
+
+def description(graph: tf.compat.v1.GraphDef) -> str:
+    """Returns a description of a pipeline, including seeds.
+
+    Raises:
+        ValueError: if an operation draws random numbers without a seed, or if the pipeline could
+            be resumed exactly in one pass only.
+    """
+    for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
+        if name := first_unseeded(nodes):
+            raise not_exact(f"{name} without a seed")
+    check_later_passes(graph.node)
+    return f": {' '.join(transformations(graph.node))}"
+
+
+def transformations(nodes: Iterable[Node]) -> list[str]:
+    """Returns the transformations of a pipeline, with the sizes and seeds that order its data."""
+    numbers = int64_constants(nodes)
+    found = []
+    for node in nodes:
+        if node.op.startswith(ORDERING):
+            known = [str(numbers[name]) for name in node.input if name in numbers]
+            found.append(f"{node.op}({', '.join(known)})")
+        elif "Dataset" in node.op:
+            found.append(node.op)
+    return found
+
+
+def not_exact(what: str) -> ValueError:
+    """Returns the error for a pipeline whose position cannot be saved."""
+    return ValueError(
+        f"`train_data` must have a position that can be saved; got a pipeline with {what}. Pass "
+        'data_resume="skip" or "restart" for it.'
+    )
+
+
+def first_unseeded(nodes: Iterable[Node]) -> str | None:
+    """Returns the name of the first operation that draws a new seed in every process, or None."""
+    numbers = int64_constants(nodes)
+    for node in nodes:
+        if node.op.startswith(SEEDED):
+            known = [numbers.get(name.split(":")[0]) for name in node.input]
+            if known.count(0) >= 2:  # both seeds are 0, which means "none"
+                return str(node.op)
+    return None
+
+
+def check_later_passes(nodes: Iterable[Node]) -> None:
+    """Raises ValueError if a pipeline could be resumed exactly in one pass, but not later.
+
+    There are two such cases. First, an operation may use a new order in each pass but not be
+    started at the beginning of a pass, so that `DataPosition`'s second iterator does not hold its
+    count of starts. Second, a pipeline may take from several datasets in turn: once one of them
+    has ended, an iterator restored by TensorFlow 2.21 does not notice the end of the others.
+    """
+    by_name = {node.name: node for node in nodes}
+    [last] = [node.input[0] for node in nodes if node.op == "_Retval"]
+    started = started_with(last, by_name)
+    for node in nodes:
+        reshuffles = any(node.attr[name].b for name in RESHUFFLING if name in node.attr)
+        if reshuffles and node.name not in started:
+            raise not_exact(f"{node.op} that starts in the middle of a pass")
+        if node.op == INTERLEAVE and not node.attr["stop_on_empty_dataset"].b:
+            parts = [by_name[name.split(":")[0]] for name in node.input[1:]]
+            if any(may_end(part, by_name) for part in parts):
+                raise not_exact(f"{INTERLEAVE} of datasets that end")
+
+
+def started_with(name: str, by_name: Mapping[str, Node]) -> set[str]:
+    """Returns the names of the nodes whose iterators are created together with a node's iterator.
+
+    Those before a shuffle are created later, when it fills its buffer.
+
+    Args:
+        name: the name of the node whose iterator is created.
+        by_name: all nodes of the pipeline, keyed by name.
+    """
+    node = by_name[name.partition(":")[0]]
+    inputs = node.input if node.op in ("ZipDataset", INTERLEAVE) else node.input[:1]
+    if node.op.startswith("Shuffle"):
+        inputs = []
+    return {node.name}.union(*(started_with(one, by_name) for one in inputs))
+
+
+def may_end(node: Node, by_name: Mapping[str, Node]) -> bool:
+    """Returns whether a part of a pipeline may end, judging by its graph."""
+    inputs = [by_name[name.partition(":")[0]] for name in node.input]
+    if node.op.startswith("Repeat"):
+        return bool(inputs[1].attr["value"].tensor.int64_val[:] != [-1])  # -1 repeats forever
+    if node.op.startswith("Random"):
+        return False
+    return not inputs or node.op.startswith("Take") or may_end(inputs[0], by_name)
+
+
+def int64_constants(nodes: Iterable[Node]) -> dict[str, int]:
+    """Returns the values of the scalar int64 constants in a graph, keyed by name."""
+    tensors = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+    return {
+        name: int(tf.make_ndarray(tensor))
+        for name, tensor in tensors.items()
+        if tensor.dtype == tf.int64.as_datatype_enum and not tensor.tensor_shape.dim
+    }

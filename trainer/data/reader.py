@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from trainer.data.source import EmptyPassError, Place, Source, copy_unless_tensorflow_copies
-from trainer.data.structures import BatchError, as_batch, difference, fingerprint, rows_in, spec_of
+from trainer.data.structures import BatchError, as_arrays, difference, fingerprint, rows_in, spec_of
 
 # At most this many batches have been read, but not used by a step: two that `Batches.endless`
 # prefetches, one on its way, and some to spare.
 AHEAD = 6
-MOST_IN_A_PASS = 100_000  # batches that an evaluation reads from a source of unknown length
 
 
 class Remembered(NamedTuple):
@@ -52,12 +51,9 @@ class Reader:
         self._argument, self._whole = argument, whole
         self._remembered: collections.deque[Remembered] = collections.deque(maxlen=AHEAD)
         self._lock = threading.Lock()
-        batches = [as_batch(batch, argument) for batch in source.peek(2)]
+        batches = [as_arrays(batch, argument) for batch in source.peek(2)]
         self.first = batches[0] if batches else None
-        self.spec: Any = None
-        if batches:
-            same = len(batches) > 1 and not self._other_structure(*batches)
-            self.spec = spec_of(batches if same else batches[:1])
+        self.spec: Any = spec_of(batches) if batches else None
 
     def once(self) -> tf.data.Dataset:
         """Returns the batches of one pass."""
@@ -101,11 +97,6 @@ class Reader:
         with self._errors_kept():
             count = 0
             for count, batch in enumerate(self.source.read_once(), start=1):
-                if self.source.length is None and count > MOST_IN_A_PASS:
-                    raise BatchError(
-                        f"`{self._argument}` must end, or have a length; got {MOST_IN_A_PASS:,} "
-                        f"batches from a {self.source.name}"
-                    )
                 yield self._checked(batch, count)
             if not count:
                 raise EmptyPassError(self.source.why_empty(1))
@@ -133,7 +124,7 @@ class Reader:
             raise
 
     def _checked(self, batch: Any, number: int) -> Any:
-        converted = as_batch(batch, self._argument)
+        converted = as_arrays(batch, self._argument)
         if found := difference(converted, self.spec):
             raise BatchError(
                 f"`{self._argument}` must yield batches like its first two; got {found} in "
@@ -141,16 +132,6 @@ class Reader:
             )
         rows_in(converted, self._argument, whole=self._whole)
         return tf.nest.map_structure(copy_unless_tensorflow_copies, converted)
-
-    def _other_structure(self, one: Any, other: Any) -> bool:
-        try:
-            tf.nest.assert_same_structure(one, other)
-        except (ValueError, TypeError):
-            return True
-        return any(
-            len(a.shape) != len(b.shape) or a.dtype != b.dtype
-            for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
-        )
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -4,6 +4,7 @@ Each batch comes with its place: JSON types from which another process can read 
 `IndexedSource` finds a batch by its number, `IterableSource` by reading from the beginning.
 """
 
+import abc
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
@@ -21,7 +22,7 @@ class EmptyPassError(RuntimeError):
     """Raised when a source ends although steps are left."""
 
 
-class Source:
+class Source(abc.ABC):
     """Batches that Python makes.
 
     Attributes:
@@ -37,10 +38,11 @@ class Source:
     endless: bool = False
     finds_by: ClassVar[str] = "skip"
 
+    @abc.abstractmethod
     def peek(self, count: int) -> list[Any]:
         """Returns the first batches, at most `count`, which are read again later."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self, place: Place | None, *, keep: bool = False) -> Iterator[Placed]:
         """Yields batches forever, each with the place behind it.
 
@@ -48,11 +50,10 @@ class Source:
             place: where to begin; None for the beginning.
             keep: whether the places will be saved.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read_once(self) -> Iterator[Any]:
         """Yields the batches of one pass."""
-        raise NotImplementedError
 
     def why_empty(self, number: int) -> str:
         """Returns why there is nothing to read in a pass, counted from 1, for an error."""
@@ -73,9 +74,9 @@ class IndexedSource(Source):
     def end_pass(self) -> None:
         """Called when the last batch of a pass has been read."""
 
+    @abc.abstractmethod
     def batch(self, index: int) -> Any:
-        """Returns a batch of the current pass."""
-        raise NotImplementedError
+        """Returns a batch of the current pass: where a batch is made."""
 
     def batches_from(self, start: int) -> Iterator[Any]:
         """Yields the batches of the current pass from an index on."""

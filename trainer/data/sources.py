@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from trainer.data.source import (
     IndexedSource,
@@ -27,8 +26,9 @@ from trainer.data.structures import holds_arrays, is_array
 
 
 class PyDatasetSource(IndexedSource):
-    """A `keras.utils.PyDataset`, whose hooks are called and whose workers are threads.
+    """A `keras.utils.PyDataset`, whose hooks are called and whose workers are always threads.
 
+    A process forked from one that runs TensorFlow can hang.
     On resume, `on_epoch_begin` and `on_epoch_end` are called once for every pass so far.
     """
 
@@ -38,12 +38,6 @@ class PyDatasetSource(IndexedSource):
         self._data = data
         self.length = data.num_batches
         self.endless = self.length is None
-        if data.use_multiprocessing:
-            logging.warning(
-                "The PyDataset asks for use_multiprocessing=True; its %d workers are threads here, "
-                "because a process forked from one that runs TensorFlow can hang.",
-                data.workers,
-            )
 
     def begin_pass(self, number: int) -> None:
         """Calls the data's hook."""

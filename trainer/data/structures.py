@@ -43,24 +43,47 @@ def holds_arrays(value: Any) -> bool:
     return is_array(value)
 
 
-def as_arrays(data: Any) -> Any:
-    """Returns arrays in a structure of tuples and dicts: lists become tuples, pandas NumPy.
+def as_arrays(value: Any, argument: str = "data") -> Any:
+    """Returns arrays in a structure of tuples and dicts.
+
+    A list of numbers, or of lists of numbers, becomes an array: Keras's `floatx`, int64, bool or
+    text. Another list becomes a tuple: PyTorch's DataLoader yields `[x, y]`.
 
     Args:
-        data: arrays, in any structure of tuples, lists and dicts.
+        value: arrays in any structure of tuples, lists and dicts, or a part of it.
+        argument: name of the user's argument, for errors.
+
+    Raises:
+        TypeError: if an element is neither an array nor a number or text; or a masked array.
+        ValueError: if a list of lists is not rectangular.
     """
-    if isinstance(data, Mapping):
-        return {key: as_arrays(value) for key, value in data.items()}
-    if isinstance(data, list) and holds_arrays(data):
-        data = tuple(data)
-    if isinstance(data, tuple):
-        parts = [as_arrays(value) for value in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
-    if is_pandas(data):
-        return from_pandas(data)
-    if isinstance(data, tf.Variable | keras.Variable):
-        return tf.convert_to_tensor(data).numpy()
-    return from_torch(data) if is_torch(data) else data
+    if isinstance(value, Mapping):
+        return {key: as_arrays(item, argument) for key, item in value.items()}
+    if isinstance(value, list) and not any(map(is_structure, value)):
+        array = np.asarray(value)
+        return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+    if isinstance(value, list | tuple):
+        parts = [as_arrays(item, argument) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return as_array(value, argument)
+
+
+def as_array(value: Any, argument: str) -> Any:
+    """Returns a leaf of `as_arrays` as an array or a tensor."""
+    if is_pandas(value):
+        return from_pandas(value)
+    if is_torch(value):
+        return from_torch(value)
+    if isinstance(value, tf.Variable | keras.Variable):
+        return tf.convert_to_tensor(value).numpy()
+    if type(value) is np.ndarray or isinstance(value, tf.Tensor):
+        return value
+    if isinstance(value, np.ma.MaskedArray):  # the one kind whose values would be others
+        raise TypeError(f"`{argument}` must not be masked, as the mask is lost; pass x.filled(0)")
+    composite = isinstance(value, tf.RaggedTensor | tf.SparseTensor)
+    if not composite and (isinstance(value, bool | int | float | str | bytes) or is_array(value)):
+        return np.asarray(value)
+    raise TypeError(f"`{argument}` must consist of dense arrays; got {type(value).__name__}")
 
 
 def from_pandas(data: Any) -> np.ndarray:
@@ -90,45 +113,6 @@ def from_torch(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.numpy())
 
 
-def as_batch(value: Any, argument: str) -> Any:
-    """Returns a batch that a Python source yielded, in a structure of tuples and dicts.
-
-    A list of numbers, or of lists of numbers, becomes an array: Keras's `floatx`, int64, bool or
-    text. Another list becomes a tuple: PyTorch's DataLoader yields `[x, y]`.
-
-    Args:
-        value: the batch, or a part of it.
-        argument: name of the user's argument, for errors.
-
-    Raises:
-        TypeError: if an element is neither an array nor a number or text.
-        ValueError: if a list of lists is not rectangular.
-    """
-    if isinstance(value, Mapping):
-        return {key: as_batch(item, argument) for key, item in value.items()}
-    if isinstance(value, list) and not any(map(is_structure, value)):
-        array = np.asarray(value)
-        return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
-    if isinstance(value, list | tuple):
-        parts = [as_batch(item, argument) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if is_torch(value):
-        return from_torch(value)
-    if type(value) is np.ndarray or isinstance(value, tf.Tensor):
-        return value
-    check_no_mask(value, argument)
-    composite = isinstance(value, tf.RaggedTensor | tf.SparseTensor)
-    if not composite and (isinstance(value, bool | int | float | str | bytes) or is_array(value)):
-        return np.asarray(value)
-    raise TypeError(f"`{argument}` must consist of dense arrays; got {type(value).__name__}")
-
-
-def check_no_mask(leaf: Any, argument: str) -> None:
-    """Raises TypeError for a masked array of NumPy, whose mask would be lost without a word."""
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"`{argument}` must not be masked, as the mask is lost; pass x.filled(0)")
-
-
 def as_global_batch(batch: Any, *, whole: bool = False) -> Any:
     """Returns a batch that a user passed, as tensors in a structure of tuples and dicts.
 
@@ -142,7 +126,7 @@ def as_global_batch(batch: Any, *, whole: bool = False) -> Any:
     """
     composite = (tf.RaggedTensor, tf.SparseTensor)
     if not any(isinstance(leaf, composite) for leaf in tf.nest.flatten(batch)):
-        batch = tf.nest.map_structure(tf.convert_to_tensor, as_batch(batch, "batch"))
+        batch = tf.nest.map_structure(tf.convert_to_tensor, as_arrays(batch, "batch"))
     rows_in(batch, "batch", whole=whole)
     return batch
 
@@ -160,7 +144,7 @@ def spec_of(batches: list[Any]) -> Any:
     """Returns the element spec of batches: dimensions in which they differ are unknown.
 
     Args:
-        batches: results of `as_batch` of one structure. Each leaf has shape (examples, ...).
+        batches: results of `as_arrays` of one structure. Each leaf has shape (examples, ...).
     """
 
     def leaf_spec(*leaves: Any) -> tf.TensorSpec:
@@ -185,13 +169,13 @@ def difference(batch: Any, spec: Any) -> str | None:
     """Returns in words how a batch differs from an element spec; None if it does not.
 
     Args:
-        batch: a result of `as_batch`.
+        batch: a result of `as_arrays`.
         spec: a result of `spec_of`.
     """
     try:
         tf.nest.assert_same_structure(batch, spec)
     except (ValueError, TypeError):
-        return f"{outline(batch)} instead of {outline(spec)}"
+        return f"{shapes_in(batch)} instead of {shapes_in(spec)}"
     for leaf, expected in zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True):
         dtype = dtype_of(leaf.dtype)  # tf.data would cast another one without a word
         if dtype != expected.dtype or not expected.shape.is_compatible_with(leaf.shape):
@@ -227,25 +211,11 @@ def rows_in(batch: Any, argument: str, *, whole: bool = False) -> int:
     return examples
 
 
-def outline(structure: Any) -> str:
-    """Returns the structure of a batch as text, for errors.
-
-    Example:
-        >>> outline(({"a": 1}, 2))
-        "({'a': .}, .)"
-    """
-    if isinstance(structure, Mapping):
-        return "{" + ", ".join(f"{key!r}: {outline(structure[key])}" for key in structure) + "}"
-    if isinstance(structure, tuple | list):
-        return "(" + ", ".join(map(outline, structure)) + ")"
-    return "."
-
-
 def fingerprint(batch: Any) -> int:
     """Returns a checksum of a sample of a batch's numbers, which costs microseconds.
 
     Args:
-        batch: a result of `as_batch`.
+        batch: a result of `as_arrays`.
     """
     found = 0
     for leaf in tf.nest.flatten(batch):

@@ -127,19 +127,6 @@ def result_name(name: str, result: str) -> str:
     return f"{name}/{result}" if name else result
 
 
-def check_schedule(
-    eval_data: Any, eval_interval: Any, eval_steps: Any, evaluate_at_start: Any
-) -> None:
-    """Raises ValueError for arguments of `train` about evaluation that would have no effect."""
-    for name, count in (("eval_interval", eval_interval), ("eval_steps", eval_steps)):
-        if count is not None:
-            check_integer(name, count, 1)
-            if eval_data is None:
-                raise ValueError(f"`{name}` must be None without `eval_data`; got {count}")
-    if evaluate_at_start and eval_data is None:
-        raise ValueError("`evaluate_at_start` must be False without `eval_data`")
-
-
 def first_batch(data: EvalData) -> Any:
     """Returns the first batch of the first data set."""
     return next(iter(data.values())).first

@@ -6,7 +6,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -14,8 +14,8 @@ import tensorflow as tf
 import strategies
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.tracking import read_copies, tracked_variables, write_copies
-from trainer.evaluation.compiled_pass import compiled_pass
-from trainer.evaluation.no_writes import (
+from trainer.evaluation.passes import (
+    compiled_pass,
     keys_of,
     next_source,
     place_for_call,
@@ -30,34 +30,13 @@ from trainer.step.gather import gathering, part_of_mean
 from trainer.step.losses import distinct, losses_and_aux, weighted_sum
 from trainer.step.plan import StepPlan
 from trainer.step.state import TrainState
-from trainer.step.types import GlobalBatchSize, Model
+from trainer.step.types import GlobalBatchSize
 from trainer.step.xla import WITH_PASSES
 
+if TYPE_CHECKING:
+    from trainer.task import Task
+
 PRECISIONS = ("float32", "train")
-
-
-class EvaluationTask(Protocol):
-    """The members of a task that evaluation uses; see `trainer.task.Task`."""
-
-    @property
-    def model(self) -> Model:
-        """The model to evaluate."""
-
-    @property
-    def metrics(self) -> dict[str, keras.metrics.Metric]:
-        """The evaluation metrics, keyed by name."""
-
-    def compute_loss(self, batch: Any, training: bool) -> Any:
-        """Returns one loss per example, or a global loss; or (losses, aux)."""
-
-    def example_weights(self, batch: Any) -> tf.Tensor:
-        """Returns the weight of each example of a global batch: shape (examples,)."""
-
-    def update_metrics(self, batch: Any, aux: Any) -> None:
-        """Updates `metrics` with a replica's examples and the aux that `compute_loss` returned."""
-
-    def predict_batch(self, batch: Any) -> Any:
-        """Returns the model's outputs for a replica's examples."""
 
 
 class Evaluator:
@@ -77,7 +56,7 @@ class Evaluator:
 
     def __init__(
         self,
-        task: EvaluationTask,
+        task: "Task",
         plan: StepPlan,
         eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
         state: TrainState,
@@ -286,7 +265,7 @@ class UnequalLengthsError(ValueError):
 def replica_evaluate(
     share: strategies.Share,
     size: GlobalBatchSize,
-    task: EvaluationTask,
+    task: "Task",
     plan: StepPlan,
     compiles: bool,
     source: tf.Tensor,

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.base.argument_checks import check_choice, check_path
-from trainer.base.warn_once import warn_once
+from trainer.base.argument_checks import check_choice
 from trainer.keras_compat import all_layers, layers_under_policy
 
 PRECISIONS = ("train", "float32", "float16", "bfloat16")
@@ -41,7 +40,13 @@ def export(
     Returns:
         The largest difference between the outputs, as a fraction of the largest output; None
         without `compare_on`.
+
+    Raises:
+        ValueError: for another kind of file, and if the outputs differ by more than rounding.
     """
+    check_choice("precision", precision, PRECISIONS)
+    if path.suffix not in {".keras", ""}:
+        raise ValueError(f"`path` must end in .keras, or have no suffix; got {str(path)!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     declared = getattr(model, "inputs", None)
     if not declared and inputs is None and not (path.suffix and isinstance(model, keras.Model)):
@@ -49,10 +54,10 @@ def export(
     if not isinstance(model, keras.Model):
         model = model_of(model, inputs)
         declared = model.inputs
-    warn_of_merged_adapters(model)
     if path.suffix == ".keras":
         # A quantized model is copied, because Keras cannot load everything quantized that it saves.
-        copied = precision != "train" or quantized_layers(model)
+        quantized = any(layer.quantization_mode for layer in all_layers(model))
+        copied = precision != "train" or quantized
         (copy_of(model, precision) if copied else model).save(path)
     else:
         # A copy, because the variables of `model` may be distributed.
@@ -68,7 +73,11 @@ def export(
     found = outputs_of(path, compare_on, layer_classes(model))
     dtypes = {layer.compute_dtype for layer in all_layers(model)}
     eps = max(EPS[dtype] for dtype in {*dtypes, precision} & EPS.keys())
-    return check_same_outputs(expected, found, eps, path)
+    pairs = zip(tf.nest.flatten(expected), tf.nest.flatten(found), strict=True)
+    worst = max(difference(ours.numpy(), theirs.numpy()) for ours, theirs in pairs)
+    if worst > MAX_EPS * eps:
+        raise ValueError(f"`path` must hold the same outputs; in {path} they differ by {worst:.2g}")
+    return worst
 
 
 def model_of(layer: keras.Layer, inputs: Any) -> keras.Model:
@@ -88,34 +97,15 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
     """Returns a copy of a model whose layers compute and store weights in `precision`."""
     with tempfile.TemporaryDirectory() as scratch:
         file = pathlib.Path(scratch) / "model.keras"
-        converted = [layer for layer in all_layers(model) if is_real(layer)]
+        converted = [
+            layer for layer in all_layers(model) if tf.as_dtype(layer.compute_dtype).is_floating
+        ]
         if precision == "train":
             model.save(file)
         else:
             with layers_under_policy(precision, converted):
                 model.save(file)
         return keras.saving.load_model(file, custom_objects=layer_classes(model), compile=False)
-
-
-def quantized_layers(model: keras.Model) -> list[str]:
-    """Returns the names of a model's quantized layers."""
-    return sorted(layer.name for layer in all_layers(model) if layer.quantization_mode is not None)
-
-
-def warn_of_merged_adapters(model: keras.Model) -> None:
-    """Warns that Keras writes quantized layers with LoRA as layers that compute something else."""
-    names = [layer.name for layer in all_layers(model) if getattr(layer, "lora_enabled", False)]
-    merged = sorted({*names} & {*quantized_layers(model)})
-    if merged:
-        warn_once(
-            f"Keras merges adapters of quantized layers ({', '.join(map(repr, merged))}) when it "
-            "writes a model, which then returns other outputs. Checkpoints keep both."
-        )
-
-
-def is_real(layer: keras.Layer) -> bool:
-    """Returns whether a layer computes in a floating-point dtype."""
-    return bool(tf.as_dtype(layer.compute_dtype).is_floating)
 
 
 def layer_classes(model: keras.Model) -> dict[str, type]:
@@ -132,31 +122,6 @@ def outputs_of(path: pathlib.Path, inputs: Any, classes: dict[str, type]) -> Any
     return loaded.serve(inputs)
 
 
-def check_same_outputs(expected: Any, found: Any, eps: float, path: pathlib.Path) -> float:
-    """Returns the largest difference between outputs, as a fraction of the largest output.
-
-    Args:
-        expected: the outputs of the model.
-        found: the outputs of the exported model for the same inputs.
-        eps: EPS of the coarsest dtype in which either model computes.
-        path: where the exported model is, for the error.
-
-    Raises:
-        ValueError: if the difference is larger than rounding explains.
-    """
-    pairs = zip(tf.nest.flatten(expected), tf.nest.flatten(found), strict=True)
-    worst = max(difference(ours.numpy(), theirs.numpy()) for ours, theirs in pairs)
-    if worst == math.inf:
-        raise ValueError(
-            f"`precision` must have the range of the outputs; {path} returns inf, NaN or other text"
-        )
-    if worst > MAX_EPS * eps:
-        raise ValueError(
-            f"`path` must hold a model with the same outputs; in {path} they differ by {worst:.2g}"
-        )
-    return worst
-
-
 def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Returns the largest difference, as a fraction of the largest number of the first array.
 
@@ -170,11 +135,3 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
         differences = np.where(same, 0.0, np.abs(ours - theirs))
     size = np.abs(ours).max(where=np.isfinite(ours), initial=2.0**-126)
     return float(np.nan_to_num(differences, nan=math.inf, posinf=math.inf).max(initial=0.0) / size)
-
-
-def check_export(path: Any, precision: object) -> None:
-    """Raises TypeError or ValueError unless a model can be exported with these arguments."""
-    check_path("path", path)
-    if pathlib.Path(path).suffix not in {".keras", ""}:
-        raise ValueError(f"`path` must end in .keras, or have no suffix; got {str(path)!r}")
-    check_choice("precision", precision, PRECISIONS)

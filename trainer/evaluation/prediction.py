@@ -10,8 +10,7 @@ import tensorflow as tf
 import strategies
 from strategies.division import count_examples, known_examples
 from trainer.base.autograph import call_user
-from trainer.evaluation.compiled_pass import compiled_pass
-from trainer.evaluation.no_writes import keys_of, next_source, without_writes
+from trainer.evaluation.passes import compiled_pass, keys_of, next_source, without_writes
 from trainer.step.accumulate import real_rows
 from trainer.step.losses import assert_shapes
 from trainer.step.plan import StepPlan
@@ -48,10 +47,15 @@ def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
     composite = isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor)
     if composite and len(parts) == strategy.num_replicas_in_sync:
         return concatenated(parts)  # `gather` takes dense tensors only
-    if strategies.capabilities(strategy).multi_worker and strategy.num_replicas_in_sync > 1:
-        return gathered_from_workers(strategy, shares, parts[0])
-    with tf.control_dependencies([] if composite else check_inner_shapes(parts)):
-        return strategy.gather(shares, axis=0)
+    dtype = parts[0].dtype
+    sent = SENT_AS.get(dtype, dtype)
+    if strategies.capabilities(strategy).multi_worker:
+        if sent not in SENT:
+            raise TypeError(
+                f"`predict_batch` must return numbers or bools with several workers; got {dtype!r}"
+            )
+        shares = strategy.run(tf.cast, args=(shares, sent))
+    return tf.cast(strategy.gather(shares, axis=0), dtype)
 
 
 # The dtypes that workers exchange, and those in which they send others.
@@ -59,37 +63,6 @@ SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 SENT_AS = {tf.bfloat16: tf.float32, tf.uint32: tf.int64} | dict.fromkeys(
     (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
 )
-
-
-def gathered_from_workers(strategy: tf.distribute.Strategy, shares: Any, part: Any) -> tf.Tensor:
-    """Returns the rows of all workers' outputs, in order.
-
-    Args:
-        strategy: a strategy with several workers.
-        shares: the outputs of this worker's replicas.
-        part: one of them.
-
-    Raises:
-        TypeError: if workers cannot exchange such outputs.
-    """
-    sent = SENT_AS.get(part.dtype, part.dtype)
-    if not isinstance(part, tf.Tensor) or sent not in SENT:
-        raise TypeError(
-            f"`predict_batch` must return dense numbers or bools with several workers; got {part}"
-        )
-    if sent != part.dtype:
-        shares = strategy.run(tf.cast, args=(shares, sent))
-    return tf.cast(strategy.gather(shares, axis=0), part.dtype)
-
-
-def check_inner_shapes(parts: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """Returns what checks that replicas of this process return rows of one shape."""
-    if len(parts) == 1 or parts[0].shape[1:].is_fully_defined():
-        return []
-    inner = [tf.shape(part)[1:] for part in parts]
-    same = tf.reduce_all([tf.reduce_all(each == inner[0]) for each in inner[1:]])
-    message = "`predict_batch` must return rows of one shape on all replicas; got"
-    return [tf.debugging.Assert(same, [message, *inner])]
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
@@ -128,9 +101,6 @@ def replica_predict(
         return real_rows(outputs, share)
 
 
-WRONG_ROWS = "`predict_batch` must return tensors with one row per example; got"
-
-
 def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
     """Raises ValueError unless outputs have one row for each example.
 
@@ -139,19 +109,15 @@ def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
     """
     examples, checks = known_examples(share.batch), []
     held, real = tf.shape(share.weights)[0], share.examples
+    wrong = "`predict_batch` must return tensors with one row per example; got"
     for leaf in tf.nest.flatten(outputs):
-        rows = known_examples(leaf) if hasattr(leaf, "shape") else None
-        if not hasattr(leaf, "shape"):
-            found = type(leaf).__name__
-        elif tf.TensorShape(leaf.shape).rank == 0 or (
-            None not in (rows, examples) and rows != examples
-        ):
-            found = f"one of shape {leaf.shape} for {examples} examples"
-        else:
-            if None in (rows, examples):
-                count = count_examples(leaf)
-                message = [WRONG_ROWS, count, "rows for", real, "examples"]
-                checks += assert_shapes((count == held) | (count == real), message)
-            continue
-        raise ValueError(f"{WRONG_ROWS} {found}")
+        if tf.TensorShape(getattr(leaf, "shape", [])).rank == 0:  # None has no shape
+            raise ValueError(f"{wrong} {leaf}")
+        rows = known_examples(leaf)
+        if None in (rows, examples):
+            count = count_examples(leaf)
+            message = [wrong, count, "rows for", real, "examples"]
+            checks += assert_shapes((count == held) | (count == real), message)
+        elif rows != examples:
+            raise ValueError(f"{wrong} shape {leaf.shape} for {examples}")
     return checks

@@ -1,13 +1,16 @@
 """The data that a trainer accepts: datasets, functions and arrays give the same batches."""
 
 import itertools
+import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear
+from helpers import Linear, slopes
 
-from trainer.data.batches import batches, same_data
+import strategies
+from trainer import Monitoring
+from trainer.data.batches import ArrayCopies, batches, same_data, shuffled_indices
 
 X = np.arange(10, dtype=np.float32)
 
@@ -136,9 +139,91 @@ def test_batches_of_one_size_say_it(structure, read_by_python):
             list(dataset)
 
 
-@pytest.mark.thorough
-def test_arrays_are_left_as_they_are():
-    """Whether arrays divide evenly is known at once: no batch needs to be looked at."""
-    found = batches((TABLE, TABLE), "data", tf.distribute.get_strategy(), 3, one_size=True)
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(("global_batch", "size"), [(3, 3), (6, 6), (9, 6), (4, None)])
+def test_arrays_that_divide_evenly_say_their_size(monkeypatch, seed, global_batch, size):
+    """Where replicas exchange one shape. Nothing is dropped: else the size stays open."""
+    monkeypatch.setattr(strategies, "capabilities", lambda _: types.SimpleNamespace(one_shape=True))
+    rows = np.arange(6)
+    found = batches(rows, "data", tf.distribute.get_strategy(), global_batch, seed)
 
-    assert [len(x) for x, _ in found.dataset] == [3, 3, 1]
+    for each in (found, found.beginning_with(5)):
+        assert each.dataset.element_spec.shape[0] == size
+        one_pass = each.dataset.take(-(-6 // global_batch))
+        assert sorted(np.concatenate([*one_pass.as_numpy_iterator()])) == [*range(6)]
+
+
+def copies_of(data):
+    """Copies for batches of 2 in their order."""
+    return ArrayCopies(data, 2, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool", "uint8", "str"])
+def test_every_changed_element_is_noticed(dtype):
+    """Arrays hold their copies' values until any one element is changed in place."""
+    array = np.zeros([5, 3]).astype(dtype)
+    copies = copies_of({"x": array})
+    assert copies.hold({"x": array})
+    for place in np.ndindex(array.shape):
+        before = array[place]
+        array[place] = 1
+        assert not copies.hold({"x": array})
+        array[place] = before
+    assert copies.hold({"x": array})
+
+
+def test_large_arrays_are_compared_to_their_last_row():
+    """A change in the last of many chunks is noticed, also through a view with steps."""
+    array = np.zeros([300_000, 4], np.float32)
+    copies = copies_of((array, array[:, ::2]))
+    array[-1, 2] = 1
+    assert not copies.hold((array, array[:, ::2]))
+    assert not copies_of(array[::-1]).hold(array)
+
+
+def test_nan_is_no_change():
+    """NaN holds the values of its copy, which a comparison by value would deny."""
+    array = np.array([[np.nan], [0.0]], np.float32)
+    copies = copies_of(array)
+    assert copies.hold(array)
+    array[1] = -0.0
+    assert not copies.hold(array)
+
+
+def test_orders_follow_the_number_of_the_pass():
+    """Orders that begin with a later pass are those of a run that has come there."""
+    from_first = shuffled_indices(6, 2, seed=3).take(9)
+    from_second = shuffled_indices(6, 2, seed=3, first_pass=1).take(6)
+    rows = [batch.numpy().tolist() for batch in from_first]
+    assert rows[3:] == [batch.numpy().tolist() for batch in from_second]
+    assert rows[:3] != rows[3:6]
+
+
+def test_a_run_reads_arrays_that_were_changed_in_place():
+    """A call of `train` uses the values that its arrays have when it begins, as a loop would."""
+    line, data = Linear(verbose=False), slopes(1.0, 1.0)
+    line.train(data, 3, global_batch=2)
+    data["slope"][:] = 10.0
+    line.train(data, 5, global_batch=2)
+    data["slope"][1] = 20.0
+    line.train(data, 6, global_batch=2)
+    assert line.weight == 1 - 3 * 1 - 2 * 10 - 15
+
+
+@pytest.mark.thorough
+def test_new_arrays_in_every_call_begin_with_new_orders():
+    """A run that is given new arrays in every call takes other rows of them each time, and the
+    same arrays go on in one order.
+    """
+    values, taken = 2.0 ** np.arange(4), []
+    arrays = slopes(*values)
+    new, same = (
+        Linear(verbose=False, monitoring=Monitoring(check_gradients=False)) for _ in range(2)
+    )
+    for step in range(1, 5):
+        before = new.weight if step > 1 else 1.0
+        new.train(slopes(*values), step, global_batch=1)
+        taken.append(before - new.weight)
+        same.train(arrays, step, global_batch=1)
+    assert len({*taken}) > 1
+    assert same.weight == 1 - sum(values)

@@ -1,5 +1,6 @@
-"""L12: a resumed run sees the same batches as an uninterrupted one."""
+"""L12: a resumed run sees the same batches as an uninterrupted one, or its pipeline is refused."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ from helpers import Linear, slopes
 from trainer import Checkpoints
 from trainer.checkpoint import folder
 from trainer.data.batches import batches
-from trainer.data.iterator_state import DataPosition
+from trainer.data.iterator_state import DataPosition, description, pipeline_graph
 
 pytestmark = pytest.mark.sampled
 
@@ -411,3 +412,82 @@ def test_the_position_of_another_pipeline_cannot_be_restored(tmp_path):
     path = write(before, tmp_path / "saved")
     with pytest.raises(tf.errors.OpError, match="Failed to restore dataset iterator"):
         begin(Dataset.range(12).map(one_more).batch(4)).read(path, 0)
+
+
+def numbers_from_python():
+    """Batches from a generator."""
+    return Dataset.from_generator(
+        lambda: iter(range(12)), output_signature=tf.TensorSpec([], tf.int64)
+    ).batch(4)
+
+
+GENERATOR = tf.random.Generator.from_seed(3)
+VARIABLE = tf.Variable(1, dtype=tf.int64)
+REFUSED = {
+    "from_generator": numbers_from_python,
+    "numpy_function": lambda: (
+        Dataset.range(12).map(lambda n: tf.numpy_function(one_more, [n], tf.int64)).batch(4)
+    ),
+    "py_function": lambda: (
+        Dataset.range(12).map(lambda n: tf.py_function(one_more, [n], tf.int64)).batch(4)
+    ),
+    "py_function within": lambda: Dataset.range(4).interleave(
+        lambda n: Dataset.range(n).map(lambda m: tf.py_function(one_more, [m], tf.int64))
+    ),
+    "random op": lambda: (
+        Dataset.range(12).map(lambda n: n + tf.random.uniform([], 0, 9, tf.int64)).batch(4)
+    ),
+    "generator": lambda: (
+        Dataset.range(12).map(lambda n: n + GENERATOR.uniform([], 0, 9, tf.int64)).batch(4)
+    ),
+    "variable": lambda: Dataset.range(12).map(lambda n: n + VARIABLE).batch(4),
+    "shuffle without a seed": lambda: Dataset.range(12).shuffle(12).batch(4),
+    "files without a seed": lambda: Dataset.list_files(str(ROOT / "*.md")).batch(4),
+    "sample without a seed": lambda: Dataset.sample_from_datasets(
+        [Dataset.range(4), Dataset.range(4)], [0.5, 0.5]
+    ),
+    "shuffle within": lambda: (
+        Dataset.range(4).interleave(lambda n: Dataset.range(n).shuffle(4, seed=1)).batch(4)
+    ),
+    "two shuffles": lambda: shuffled().map(one_more).shuffle(5, seed=2).batch(4),
+    "sample": lambda: Dataset.sample_from_datasets(
+        [Dataset.range(4), Dataset.range(9)], [0.5, 0.5], 3
+    ),
+    "numbers redrawn in each pass": lambda: (
+        Dataset.random(seed=1, rerandomize_each_iteration=True)
+        .take(9)
+        .shuffle(5, seed=2, reshuffle_each_iteration=False)
+        .batch(4)
+    ),
+    "choose": lambda: Dataset.choose_from_datasets(
+        [shuffled().repeat(), Dataset.range(9).repeat(2)],
+        Dataset.range(2).repeat(),
+        stop_on_empty_dataset=False,
+    ),
+    "shuffle that begins late": lambda: Dataset.range(12).concatenate(shuffled()).batch(4),
+    "shuffle that begins again": lambda: captured_in_flat_map(shuffled()),
+}
+
+
+def captured_in_flat_map(dataset):
+    """A dataset that is started for each element of another."""
+    return Dataset.range(3).flat_map(lambda _: dataset).batch(4)
+
+
+@contextlib.contextmanager
+def no_global_seed():
+    """Clears the global seed, as at the start of a process; it would give every operation a seed."""
+    tf.random.set_seed(None)
+    try:
+        yield
+    finally:
+        tf.random.set_seed(0)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_pipeline_that_cannot_be_resumed_exactly_is_refused(name):
+    """L12: an operation keeps its own state, draws without a seed, or is started late."""
+    with no_global_seed():
+        dataset = REFUSED[name]()
+    with pytest.raises(ValueError, match="`train_data`"):
+        description(pipeline_graph(dataset))

@@ -6,7 +6,6 @@ import tensorflow as tf
 from helpers import Linear, slopes
 
 from trainer import DataError, Monitoring
-from trainer.data import reader
 from trainer.data.batches import batches
 
 
@@ -73,20 +72,12 @@ def test_dimensions_that_differ_in_the_first_two_batches():
     assert [batch.shape[1] for batch in found.dataset] == [3, 5, 4]
 
 
-def test_evaluation_of_endless_data_ends(monkeypatch):
-    """Evaluation refuses data that does not end, and a generator that was read before."""
-    monkeypatch.setattr(reader, "MOST_IN_A_PASS", 3)
-
-    def endless():
-        while True:
-            yield slopes(1, 1)
-
-    trainer = Linear(verbose=False, monitoring=Monitoring(check_gradients=False))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="`data` must end"):
-        trainer.evaluate(endless)
+def test_a_generator_that_was_read_before_is_not_evaluated():
+    """Its mean would be one of nothing."""
     once = iter([slopes(1, 1)] * 2)
+    trainer = Linear(verbose=False, monitoring=Monitoring(check_gradients=False))
     trainer.evaluate(once)
-    with pytest.raises(ValueError, match="must hold at least one batch"):
+    with pytest.raises(ValueError, match="`data` must"):
         trainer.evaluate(once)
 
 

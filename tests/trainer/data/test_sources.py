@@ -74,38 +74,13 @@ def test_batches_need_not_be_copied():
     assert [float(batch[0, 0]) for batch in found.dataset] == [0.0, 1.0, 2.0]
 
 
-class Hooked(keras.utils.PyDataset):
-    """Two batches; counts the calls of its hooks."""
-
-    def __init__(self):
-        """No calls yet."""
-        super().__init__()
-        self.calls = []
-
-    def __len__(self):
-        """The number of batches."""
-        return 2
-
-    def __getitem__(self, index):
-        """Ones."""
-        return np.ones([2, 1], np.float32)
-
-    def on_epoch_begin(self):
-        """Called before a pass."""
-        self.calls.append("begin")
-
-    def on_epoch_end(self):
-        """Called after a pass."""
-        self.calls.append("end")
-
-
 def test_the_hooks_of_a_py_dataset_frame_each_evaluation():
     """As in Keras, a pass begins and ends with a call; the first two batches are read in advance."""
-    data = Hooked()
+    data = Shuffled()
     found = batches(data, "data", tf.distribute.get_strategy())
     data.calls.clear()
     for _ in range(2):
-        assert len(list(found.dataset)) == 2
+        assert len(list(found.dataset)) == 5
 
     assert data.calls == ["begin", "end"] * 2
 
@@ -141,13 +116,6 @@ def test_hooks_of_a_py_dataset():
     list(itertools.islice(source_of(data, None, None).read(None), 10))
 
     assert data.calls == ["begin", "end", "begin", "end"]
-
-
-def test_processes_of_a_py_dataset_are_threads(caplog):
-    """The trainer says that it uses threads where Keras would fork processes."""
-    source_of(Shuffled(workers=2, use_multiprocessing=True), None, None)
-
-    assert "its 2 workers are threads here" in caplog.text
 
 
 def test_images_in_a_folder(tmp_path):

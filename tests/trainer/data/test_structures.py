@@ -10,7 +10,6 @@ from trainer.data.batches import batches
 from trainer.data.structures import (
     BatchError,
     as_arrays,
-    as_batch,
     as_global_batch,
     difference,
     fingerprint,
@@ -56,7 +55,7 @@ def test_tensors_of_pytorch_share_their_memory():
     """No copy is made on the CPU; bfloat16 keeps its bits."""
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     tensor = torch.arange(3.0, requires_grad=True)
-    x, half = as_batch([tensor, torch.tensor([1.5], dtype=torch.bfloat16)], "data")
+    x, half = as_arrays([tensor, torch.tensor([1.5], dtype=torch.bfloat16)], "data")
 
     assert x.ctypes.data == tensor.data_ptr()
     assert (half.dtype, half.tolist()) == (ml_dtypes.bfloat16, [1.5])
@@ -64,7 +63,7 @@ def test_tensors_of_pytorch_share_their_memory():
 
 def test_lists_in_a_batch():
     """Numbers become an array of TensorFlow's usual dtypes; arrays become components."""
-    found = as_batch(
+    found = as_arrays(
         {"a": [[1.0], [2.0]], "b": [1, 2], "c": [X[:2], X[:2]], "d": ["x", "y"]}, "data"
     )
 
@@ -105,7 +104,6 @@ MASKED = np.ma.masked_array(X, X < 0)  # where nothing is masked yet: the next b
     [
         lambda: batches((MASKED, X), "data", STRATEGY, global_batch=2),
         lambda: batches(lambda: iter([(MASKED, X)]), "data", STRATEGY),
-        lambda: as_batch((MASKED, X), "data"),
     ],
 )
 def test_a_masked_array_is_refused(read):

@@ -149,13 +149,3 @@ ROWS, LABELS = np.ones([4, 1], np.float32), np.ones([4], np.float32)
 def test_a_dict_of_data_sets_is_told_from_a_batch(data, like, named):
     """A dict is several data sets if its values cannot be the tensors of one batch."""
     assert is_named(data, like) is named
-
-
-@pytest.mark.parametrize("arguments", [{"eval_steps": 2}, {"evaluate_at_start": True}])
-def test_arguments_without_data_are_refused(arguments):
-    """Nothing would be evaluated, without a word; nothing is built."""
-    trainer = Linear(verbose=False)
-    with pytest.raises(ValueError, match=f"`{next(iter(arguments))}` must"):
-        trainer.train(TRAIN, steps=1, global_batch=4, **arguments)
-
-    assert not trainer._started

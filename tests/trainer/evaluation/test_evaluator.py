@@ -1,5 +1,7 @@
 """Evaluation: means over all examples, metrics, precision, and what is left as it was."""
 
+import contextlib
+
 import access
 import keras
 import numpy as np
@@ -188,40 +190,23 @@ def test_normalization_has_float32_statistics_in_float32(mirrored, given, replic
     assert trainer.model.layers[0].mean.dtype == tf.float16
 
 
-def test_adapted_statistics_are_those_of_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_adapted_statistics_are_those_of_the_checkpoint(tmp_path, traced_before):
     """L21: a `Normalization` layer that was not adapted in this process computes with the statistics
-    in the checkpoint.
+    in the checkpoint, also after an evaluation before there was one.
     """
 
-    def model(adapted):
+    def trainer(*, adapted):
         layer = keras.layers.Normalization()
-        made = keras.Sequential([keras.Input([5]), layer, keras.layers.Dense(3)])
+        model = keras.Sequential([keras.Input([5]), layer, keras.layers.Dense(3)])
         if adapted:
             layer.adapt(X + 7.0)
-        return made
+        return classifier(model=lambda: model, model_dir=tmp_path)
 
-    first = classifier(model=lambda: model(adapted=True), model_dir=tmp_path)
-    first.train((X, Y), steps=1, global_batch=11)
-    second = classifier(model=lambda: model(adapted=False), model_dir=tmp_path)
-
-    np.testing.assert_array_equal(
-        second.predict(X, global_batch=11), first.predict(X, global_batch=11)
-    )
-
-
-def test_adapted_statistics_of_a_later_checkpoint(tmp_path):
-    """L21: an evaluation before the first checkpoint was traced with other statistics."""
-
-    def model(adapted):
-        layer = keras.layers.Normalization()
-        made = keras.Sequential([keras.Input([5]), layer, keras.layers.Dense(3)])
-        if adapted:
-            layer.adapt(X + 7.0)
-        return made
-
-    follower = classifier(model=lambda: model(adapted=False), model_dir=tmp_path)
-    follower.predict(X, global_batch=11)
-    run = classifier(model=lambda: model(adapted=True), model_dir=tmp_path)
+    follower = trainer(adapted=False)
+    if traced_before:
+        follower.predict(X, global_batch=11)
+    run = trainer(adapted=True)
     run.train((X, Y), steps=1, global_batch=11)
 
     np.testing.assert_array_equal(
@@ -381,44 +366,30 @@ def test_several_inputs_and_outputs(mirrored, precision, replicas):
 FLOATS = (X, X[:, :1])
 
 
-class Failing(Trainer):
-    """An evaluation that cannot be traced."""
-
-    def eval_step(self, batch):
-        """Fails."""
-        raise RuntimeError("no evaluation")
-
-
-def test_any_error_of_an_evaluation_comes_before_the_first_step():
-    """Here one of the user's own."""
-    trainer = Failing(
-        model=lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(1)]),
-        optimizer="sgd",
-        loss_fn="mse",
-        verbose=False,
-    )
-    with pytest.raises(RuntimeError, match="no evaluation"):
-        trainer.train(FLOATS, steps=2, global_batch=4, eval_data=FLOATS)
-    assert trainer.totals.attempted == 0
-
-
-def test_an_evaluation_is_traced_once():
-    """What comes before the first step is the trace that evaluations use."""
+@pytest.mark.parametrize("error", [None, RuntimeError("no evaluation")])
+def test_an_evaluation_is_traced_once_before_the_first_step(error):
+    """The trace is the one that evaluations use; an error in it comes before any step."""
     traces = []
 
-    class Counted(Trainer):
+    class Traced(Trainer):
         def eval_step(self, batch):
-            traces.append(tf.nest.flatten(batch)[0].shape)
+            traces.append(batch)
+            if error:
+                raise error
             return super().eval_step(batch)
 
-    trainer = Counted(
+    trainer = Traced(
         model=lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(1)]),
         optimizer="sgd",
         loss_fn="mse",
         verbose=False,
     )
-    trainer.train(FLOATS, steps=4, global_batch=4, eval_data=FLOATS, eval_interval=2)
+    raised = pytest.raises(RuntimeError, match="no") if error else contextlib.nullcontext()
+    with raised:
+        trainer.train(FLOATS, steps=4, global_batch=4, eval_data=FLOATS, eval_interval=2)
+
     assert len(traces) == 1
+    assert trainer.totals.attempted == (0 if error else 4)
 
 
 def behind_a_hidden_layer():

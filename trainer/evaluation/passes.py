@@ -1,19 +1,29 @@
-"""Forward passes that write to no variable, and draw random numbers of their own.
+"""The forward pass of an evaluation or a prediction.
 
-Without this, an evaluation would advance the generators that training draws from.
+It writes to no variable and draws random numbers of its own, so that it does not advance the
+generators that training draws from. XLA compiles it as it compiles the training step's passes.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
+import strategies
 from trainer.step.held_back import HoldBack
 from trainer.step.passes import ids_unrounded
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
 from trainer.step.trace import functions_of_one_precision
+from trainer.step.xla import (
+    listed_operations,
+    operations_on_int32_variables,
+    operations_sized_by_values,
+    operations_without_xla,
+)
 
 
 def place_for_call(
@@ -58,8 +68,6 @@ def keys_of(plan: StepPlan, source: tf.Tensor) -> tf.Tensor:
 def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
     """Context manager: a Keras model does not write to its variables.
 
-    Without this context, an evaluation would advance the seed generators used in training.
-
     Args:
         plan: the plan of the training step.
         keys: the generators' keys, from `keys_of`.
@@ -73,3 +81,33 @@ def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
         held = [*plan.held_back, *plan.seeds]
         stack.enter_context(HoldBack(held, given, dropped=None))
         yield
+
+
+def compiled_pass(run: Callable[[], Any], strategy: tf.distribute.Strategy) -> Any:
+    """Returns the result of a forward pass, compiled by XLA if its results are right then.
+
+    Call it while a graph is traced. The pass may do in evaluation what no training step does, such
+    as returning strings, so a step that XLA can compile says nothing about it.
+
+    Args:
+        run: the whole pass, with the scope in which the model's writes are held back. What it reads
+            from around it becomes an input of the program.
+        strategy: the run's strategy. On a GPU, programs of XLA cannot reach int32 variables.
+    """
+    program = tf.function(run, autograph=False, jit_compile=True)
+    trace = program.get_concrete_function()
+    inputs = trace.graph.internal_captures
+    found = [f"an input of {each.dtype.name}s" for each in inputs if each.dtype == tf.string]
+    found += operations_without_xla(trace)
+    if strategies.capabilities(strategy).on_gpu:
+        found += operations_on_int32_variables(trace)
+    sized = operations_sized_by_values(trace)
+    if not (found or sized):
+        return program()
+    why = (
+        f"it cannot compile {listed_operations(found)}"
+        if found
+        else f"it may compute wrong numbers behind {listed_operations(sized)}, sized by values"
+    )
+    logging.warning("This evaluation or prediction runs without XLA, as %s.", why)
+    return run()
