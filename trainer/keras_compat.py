@@ -8,16 +8,14 @@ Optimizers:
 - `_update_model_variables_moving_average`: where `apply` updates them, and overwrites the weights.
 - `_learning_rate`: a schedule itself; the public `learning_rate` is its value.
 - `_get_variable_index`, `_momentums`, `_velocities`: Adam's slots of a variable, for its kernel.
-- `_iterations`, `_var_key`: a rule sees the updates that one variable had.
-- `_variables`, `_tracker`, `Tracker`, `_trainable_variables_indices`, `_non_append_mutation`: an
-  optimizer is built again for more variables, and keeps the slots that it has.
+- `_iterations`: a rule sees the updates that one variable had.
 
 Layers, losses and metrics:
 
 - `_flatten_layers`: all layers; `model.layers` has the outermost.
 - `_dtype_policy`: the public setter quantizes, and writes into a map that layers share.
 - `_dtype`: to what an input is cast before the first layer.
-- `autocast_scope`: whether the layer that is being called casts its variables.
+- `keras_globals`, `autocast_scope`: whether the layer that is being called casts its variables.
 - `_value`: a variable that the layer would read cast; the public `value` is.
 - `_keras_mask`: the mask of a tensor, which losses and metrics read.
 - `_loss_ids`, `_losses`: which layer added an entry of `model.losses`.
@@ -30,30 +28,30 @@ Graphs and random numbers:
 
 - `_get_function`: the graph of the function that an operation calls.
 - `kernels`: what XLA can compile.
-- `_seed`, `_rng`, `tf_context`, `keras_globals`, `GLOBAL_RANDOM_SEED`, `GLOBAL_SEED_GENERATOR`: the
-  state of the global generators, which a trainer leaves as it found it.
+- `tf_context`, `_seed`, `_rng`: TensorFlow's seed, on which every shuffled dataset depends that is
+  made later. To set it by `tf.random.set_seed` would begin its numbers anew.
 
 The tests of this file fail if one changes. Everything else in this project uses public APIs.
 """
 
 import collections
 import contextlib
-import copy
 import functools
-import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_globals
-from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
-from keras.src.utils.tracking import Tracker
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import kernels
+
+try:
+    from keras.src.backend.tensorflow.ops import nn as keras_nn  # since Keras 3.16
+except ImportError:
+    from keras.src.backend.tensorflow import nn as keras_nn
 
 
 @contextlib.contextmanager
@@ -204,134 +202,59 @@ def built_for(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return list(optimizer._trainable_variables) if optimizer.built else []
 
 
-class Rebuilt(NamedTuple):
-    """What came of building an optimizer again.
+def unbuilt_copy(
+    optimizer: keras.optimizers.Optimizer, number: keras.Variable | None = None
+) -> keras.optimizers.Optimizer:
+    """Returns an optimizer with the same settings, without slots. Call it in the strategy's scope.
 
-    Each new slot gets the value of the variable that is paired with it. This is the slot that it
-    replaces, or, for the moving average of a weight that had none, the weight.
-    """
-
-    pairs: list[tuple[Any, Any]]  # (variable, new slot)
-    left: list[Any]  # the old variables of the optimizer that no new one replaces
-    undo: Callable[[], object]  # makes the optimizer what it was
-
-
-def build_again(
-    optimizer: keras.optimizers.Optimizer,
-    inner: Sequence[keras.optimizers.Optimizer],
-    variables: Sequence[Any],
-) -> Rebuilt:
-    """Builds an optimizer for other variables, with new slots. Call it in the strategy's scope.
-
-    Keras builds an optimizer once. An optimizer keeps its slots in attributes: lists with one entry
-    for each variable. One that holds others, as a `MultiOptimizer`, builds them itself.
+    `get_config()` and `from_config()` are public; that they leave out a schedule itself, is not
+    settled.
 
     Args:
         optimizer: the optimizer.
-        inner: those that it holds.
-        variables: what it is built for.
+        number: what its learning rate was before it was set to a schedule or a function. It keeps
+            its place among the variables, so that earlier checkpoints hold the same ones.
     """
-    every = [optimizer, *(one for one in inner if one.built)]
-    before = [(built_for(one), dict(vars(one))) for one in every]
-    undo = [attributes_kept(one) for one in (optimizer, *inner)]
-    for one in every:
-        forget_slots(one)
-    optimizer.build(list(variables))
-    pairs: list[tuple[Any, Any]] = []
-    for one, (owners, attributes) in zip(every, before, strict=True):
-        pairs += replaced_slots(one, owners, attributes)
-        for weight, average in zip(built_for(one), getattr(one, AVERAGES, ()), strict=False):
-            if average is not None and not any(average is new for _, new in pairs):
-                pairs.append((weight, average))
-    kept = {id(old) for old, _ in pairs} | {id(one) for own in every for one in own._variables}
-    left = [old for _, each in before for old in each["_variables"] if id(old) not in kept]
-    return Rebuilt(pairs, left, lambda: [each() for each in undo])
+    setting = learning_rate_setting(optimizer)
+    kept = [one for one in optimizer.variables[1:2] if one.name == "learning_rate"]
+    config = optimizer.get_config()
+    if "learning_rate" in config and not isinstance(setting, keras.Variable):
+        numbers = kept if number is None else [number]
+        config["learning_rate"] = float(numbers[0].numpy()) if numbers else setting
+    return type(optimizer).from_config(config)
 
 
-def attributes_kept(optimizer: keras.optimizers.Optimizer) -> Callable[[], None]:
-    """Returns a function that gives an optimizer its present attributes and variables again.
+def carry_over(optimizer: keras.optimizers.Optimizer, fresh: keras.optimizers.Optimizer) -> None:
+    """Gives a copy of an optimizer what `get_config()` leaves out, before the copy is built.
 
-    Lists and dicts among them get their items again, too: TensorFlow adds to its own.
+    That is a schedule or a function itself; exclusions from weight decay; and attributes that a
+    user has set, or a subclass does not name in its configuration. What holds variables or
+    optimizers is the copy's own.
     """
-    before, variables = dict(vars(optimizer)), list(optimizer._variables)
-    items = [(each, copy.copy(each)) for each in before.values() if type(each) in (list, dict)]
-
-    def restore() -> None:
-        vars(optimizer).clear()
-        vars(optimizer).update(before)
-        for each, content in items:
-            each.clear()
-            (each.update if isinstance(each, dict) else each.extend)(content)
-        if len(optimizer._variables) > len(variables):  # one that had not been built before
-            track_anew(optimizer, variables)
-
-    return restore
+    setting = learning_rate_setting(optimizer)
+    if not isinstance(setting, keras.Variable):
+        vars(fresh)["_learning_rate"] = setting
+    of_keras = vars(keras.optimizers.Optimizer(learning_rate=1.0))
+    variables = (keras.Variable, tf.Variable, keras.optimizers.Optimizer)
+    for name, value in vars(optimizer).items():
+        held = [] if name in of_keras else tf.nest.flatten(value)
+        if held and not any(isinstance(each, variables) for each in held):
+            vars(fresh)[name] = value
 
 
-AVERAGES = "_model_variables_moving_average"
-
-
-def forget_slots(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer what it was before `build`: one that counts updates and has a rate."""
-    count, *others = optimizer._variables
-    rate = [one for one in others[:1] if one.name == "learning_rate"]
-    track_anew(optimizer, [count, *rate])
-    optimizer._trainable_variables_indices = {}
-    optimizer.built = False
-
-
-def track_anew(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Makes an optimizer track these variables as its own. TensorFlow then saves them."""
-    del optimizer._tracker  # or Keras would wrap the list, and TensorFlow save none that follow
-    optimizer._variables = list(variables)
-    tracker = Tracker(
-        {"variables": (lambda one: isinstance(one, keras.Variable), optimizer._variables)}
-    )
-    tracker.stored_ids["variables"].update(map(id, variables))
-    optimizer._tracker = tracker
-
-
-def replaced_slots(
-    optimizer: keras.optimizers.Optimizer, owners: Sequence[Any], before: Mapping[str, Any]
-) -> list[tuple[Any, Any]]:
-    """Returns pairs (old, new) of the slots of an optimizer that was built again.
-
-    Args:
-        optimizer: the optimizer.
-        owners: the variables that it was built for before.
-        before: its attributes then.
-    """
-    places = {id(variable): place for place, variable in enumerate(built_for(optimizer))}
-    pairs = []
-    for name, old in before.items():
-        new: Any = getattr(optimizer, name, None)
-        if isinstance(old, keras.Variable) and isinstance(new, keras.Variable) and old is not new:
-            pairs.append((old, new))
-        is_list = isinstance(old, (list, tuple)) and isinstance(new, (list, tuple))
-        if name in ("_variables", "_trainable_variables") or not is_list:
-            continue
-        if (len(old), len(new)) == (len(owners), len(places)):
-            found = [(slot, new[places[id(own)]]) for own, slot in zip(owners, old, strict=True)]
-            pairs += [pair for pair in found if isinstance(pair[0], keras.Variable)]
-    return pairs
-
-
-def keep_rate_tracked(
-    optimizer: keras.optimizers.Optimizer, rate: keras.Variable | None = None
-) -> None:
-    """Lets TensorFlow save an optimizer whose rate was a number, and was set to a schedule.
+def make_saveable(optimizer: keras.optimizers.Optimizer) -> None:
+    """Lets TensorFlow save an optimizer whose rate was set to a schedule before it was built.
 
     Keras then removes the number from the list of the optimizer's variables, and TensorFlow refuses
-    to save a list that has lost an item. With the number back in its place, checkpoints from before
-    and after the change hold the same variables.
-
-    Args:
-        optimizer: any optimizer.
-        rate: the number, or None if the optimizer has not been saved with it.
+    to save a list that has lost an item.
     """
-    if getattr(optimizer._variables, "_non_append_mutation", False):
-        first, *others = optimizer._variables
-        track_anew(optimizer, [first, *([] if rate is None else [rate]), *others])
+    try:
+        tf.train.TrackableView(optimizer).descendants()
+    except ValueError:
+        fresh = unbuilt_copy(optimizer)
+        carry_over(optimizer, fresh)
+        vars(optimizer).clear()
+        vars(optimizer).update(vars(fresh))
 
 
 @contextlib.contextmanager
@@ -348,7 +271,7 @@ def own_update_counts(
         optimizer: an optimizer, but no `MultiOptimizer`.
         missed: pairs of a variable and the number of updates that it missed.
     """
-    counts = {optimizer._var_key(variable): count for variable, count in missed}
+    counts = {optimizer._get_variable_index(variable): count for variable, count in missed}
     if not counts:
         yield
         return
@@ -357,7 +280,7 @@ def own_update_counts(
     own: dict[int, tf.Tensor] = {}  # the counts, keyed by the number of missed updates
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        late = counts.get(optimizer._var_key(variable), 0)
+        late = counts.get(optimizer._get_variable_index(variable), 0)
         if late and late not in own:
             own[late] = tf.convert_to_tensor(counter) - late
         # Not through setattr, which would make TensorFlow save the tensor.
@@ -771,39 +694,19 @@ def load_xla() -> None:
         tf.function(lambda: tf.constant(0.0) + 1.0, jit_compile=True)()
 
 
-GLOBAL_SEED_GENERATOR = "global_seed_generator"  # of Keras; a constant there since 3.13
+def tensorflow_random_state() -> tuple[Any, Any]:
+    """Returns TensorFlow's global seed, and the generator that gives operations without one theirs.
 
-
-class FrameworkRandomState(NamedTuple):
-    """The state of the global random generators of TensorFlow and Keras."""
-
-    tensorflow_seed: int | None
-    tensorflow_generator: random.Random | None  # gives operations without a seed theirs
-    keras_seed: int | None
-    keras_generator: keras.random.SeedGenerator | None  # for `keras.random` without a seed
-
-
-def framework_random_state() -> FrameworkRandomState:
-    """Returns the state of the global random generators of TensorFlow and Keras.
-
-    `tf.random.set_seed` and `keras.utils.set_random_seed` are public; that the state can be read,
-    and restored later, is not.
+    `tf.random.set_seed` is public; that the state can be read, and restored later, is not.
     """
     context = tf_context.context()
-    return FrameworkRandomState(
-        context._seed,
-        vars(context).get("_rng"),
-        keras_globals.get_global_attribute(GLOBAL_RANDOM_SEED),
-        keras_globals.get_global_attribute(GLOBAL_SEED_GENERATOR),
-    )
+    return context._seed, vars(context).get("_rng")
 
 
-def set_framework_random_state(state: FrameworkRandomState) -> None:
-    """Puts the global random generators of TensorFlow and Keras back into a state.
+def set_tensorflow_random_state(state: tuple[Any, Any]) -> None:
+    """Puts TensorFlow's global generator into a state.
 
     Unlike `tf.random.set_seed`, this keeps the counters of eager operations with their own seed.
     """
     context = tf_context.context()
-    context._seed, context._rng = state.tensorflow_seed, state.tensorflow_generator
-    keras_globals.set_global_attribute(GLOBAL_RANDOM_SEED, state.keras_seed)
-    keras_globals.set_global_attribute(GLOBAL_SEED_GENERATOR, state.keras_generator)
+    context._seed, context._rng = state

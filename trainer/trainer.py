@@ -176,8 +176,9 @@ class Trainer(Task):
             out assertions.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. While the model and the optimizer are built, the global generators of Python,
-            NumPy, TensorFlow and Keras are set to it; then they are restored. With None, the model
-            draws from the global generators as they are, and a random seed is chosen for the steps.
+            NumPy, TensorFlow and Keras are set to it; then all but that of `keras.random` are
+            restored. With None, the model draws from the global generators as they are, and a
+            random seed is chosen for the steps.
 
     Args: Log and callbacks
         log_interval: number of steps between log lines.
@@ -1303,7 +1304,7 @@ class Trainer(Task):
             # Another process may be training this run.
             self._parts = followed(self, self._parts, clean_up=training)
         elif self._started and training and self._parts.checkpoints.deferred:
-            self._parts = restored_again(self, self._parts, self._setup)
+            self._parts, self._setup = restored_again(self, self._parts, self._setup)
         # In a hook or an action, which may have changed something.
         if self._running == threading.get_ident():
             check_unchanged(self, self._parts, self._setup)

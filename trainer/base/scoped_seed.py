@@ -2,7 +2,8 @@
 
 Keras draws initial weights from Python's generator, and a user's `build_model` may draw from
 NumPy's or TensorFlow's. All of these are global: a trainer that seeded them for good would change
-what the rest of the program draws, and the seeds of every dataset that is made later.
+what the rest of the program draws, and the seeds of every dataset that is made later. Only the
+generator of `keras.random` without a seed stays seeded: Keras has no public way to read its state.
 """
 
 import contextlib
@@ -14,32 +15,28 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from trainer.keras_compat import (
-    FrameworkRandomState,
-    framework_random_state,
-    set_framework_random_state,
-)
+from trainer.keras_compat import set_tensorflow_random_state, tensorflow_random_state
 
 
 class RandomState(NamedTuple):
-    """The state of all global random generators."""
+    """The state of the global random generators of Python, NumPy and TensorFlow."""
 
     python: Any
     numpy: Any
-    frameworks: FrameworkRandomState
+    tensorflow: Any
 
 
 def random_state() -> RandomState:
-    """Returns the state of the global generators of Python, NumPy, TensorFlow and Keras."""
+    """Returns the state of the global generators of Python, NumPy and TensorFlow."""
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002  # the global one is meant
-    return RandomState(random.getstate(), numpy_state, framework_random_state())
+    return RandomState(random.getstate(), numpy_state, tensorflow_random_state())
 
 
 def set_random_state(state: RandomState) -> None:
-    """Puts the global generators of Python, NumPy, TensorFlow and Keras into a state."""
+    """Puts the global generators of Python, NumPy and TensorFlow into a state."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)  # noqa: NPY002  # the global one is meant
-    set_framework_random_state(state.frameworks)
+    set_tensorflow_random_state(state.tensorflow)
 
 
 ONE_AT_A_TIME = threading.RLock()  # the global generators belong to the whole process
@@ -47,7 +44,7 @@ ONE_AT_A_TIME = threading.RLock()  # the global generators belong to the whole p
 
 @contextlib.contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Context manager: the global generators are afterwards as they were found."""
+    """Context manager: these generators are afterwards as they were found."""
     with ONE_AT_A_TIME:
         before = random_state()
         try:
@@ -59,7 +56,8 @@ def random_numbers_kept() -> Iterator[None]:
 class ScopedSeed:
     """The random numbers that one trainer draws from global generators.
 
-    They continue from one block to the next, as if nothing else drew any.
+    Those of Python, NumPy and TensorFlow continue from one block to the next, as if nothing else
+    drew any.
 
     Args:
         seed: the seed; None leaves the global generators alone.
@@ -88,7 +86,8 @@ class ScopedSeed:
         Trainers in other threads wait until the block ends.
 
         TensorFlow restarts the counters of eager operations with a seed of their own
-        (`tf.random.uniform([], seed=1)`) whenever its seed is set, which cannot be undone.
+        (`tf.random.uniform([], seed=1)`) whenever its seed is set, which cannot be undone. The
+        generator of `keras.random` without a seed stays that of the block.
 
         Args:
             from_start: whether to begin again with the seed.

@@ -25,7 +25,7 @@ from trainer.fingerprint import (
     replaced,
     select,
 )
-from trainer.keras_compat import keep_rate_tracked, learning_rate_setting, recompute_constants
+from trainer.keras_compat import learning_rate_setting, recompute_constants
 from trainer.run.build import (
     checkpoint_folder,
     create_metric_variables,
@@ -109,12 +109,11 @@ def executed_cell() -> int | None:
     return shell.execution_count if shell else None
 
 
-def keep_rates_tracked(before: Setup, now: Setup) -> None:
-    """Lets optimizers be saved in which a schedule or a function has replaced a number."""
-    rates = {id(one): rate for one, rate in before.rates}
-    for optimizer, _ in now.rates:
-        rate = rates.get(id(optimizer))
-        keep_rate_tracked(optimizer, rate if isinstance(rate, keras.Variable) else None)
+def replaced_numbers(before: Setup, now: Setup) -> dict[int, keras.Variable]:
+    """Returns the learning rates that a schedule or a function has replaced, for `make_slots`."""
+    replaced = {id(one) for one, rate in now.rates if not isinstance(rate, keras.Variable)}
+    numbers = {id(one): rate for one, rate in before.rates if isinstance(rate, keras.Variable)}
+    return {at: number for at, number in numbers.items() if at in replaced}
 
 
 def must_look_again(plan: StepPlan, before: Setup) -> bool:
@@ -145,7 +144,6 @@ def adapted(
         ValueError: if an optimizer cannot train the variables that the model has now.
     """
     now = setup_of(parts.plan, trainer)
-    keep_rates_tracked(before, now)
     same = before.same_variables(now)
     if same and not now.changed(before) and now.code == before.code:
         return parts, before
@@ -157,7 +155,8 @@ def adapted(
         if not same:
             check_model(trainer.model, trainer.strategy)
             check_keeps_variables(trainer, slots)
-            make_slots(trainer)
+        make_slots(trainer, numbers=replaced_numbers(before, now))
+        if not same:
             slots = slots_now(trainer, slots)
         plan = make_plan(trainer, slots) if parts.plan.groups else plan_evaluation(trainer)
         new = make_checkpoints(
@@ -197,13 +196,14 @@ def with_metric_variables(trainer: "Trainer", parts: Parts, batch: Batch) -> Par
     return parts._replace(checkpoints=checkpoints)  # which restores its newest checkpoint
 
 
-def restored_again(trainer: "Trainer", parts: Parts, before_setup: Setup) -> Parts:
+def restored_again(trainer: "Trainer", parts: Parts, setup: Setup) -> tuple[Parts, Setup]:
     """Restores the newest checkpoint for a call of `train` to which an earlier one has left that.
 
     The checkpoint is from a later step than the program has repeated, and holds what the program
     had done by then.
     """
-    keep_rates_tracked(before_setup, setup_of(parts.plan, trainer))
+    if replaced_numbers(setup, setup_of(parts.plan, trainer)):
+        parts, setup = adapted(trainer, parts, setup, training=True)
     before = learning_rates(parts.plan)
     parts.checkpoints.latest, parts.checkpoints.facts = None, {}
     parts = followed(trainer, parts, clean_up=True)
@@ -217,7 +217,7 @@ def restored_again(trainer: "Trainer", parts: Parts, before_setup: Setup) -> Par
             parts.checkpoints.latest,
             now[changed[0]],
         )
-    return parts
+    return parts, setup
 
 
 def with_new_evaluator(trainer: "Trainer", parts: Parts) -> Parts:
@@ -278,7 +278,6 @@ def check_trained_as_saved(trainer: "Trainer", parts: Parts) -> None:
 def check_unchanged(trainer: "Trainer", parts: Parts, before: Setup) -> None:
     """Raises ValueError if a hook or an action has changed what the step was traced with."""
     now = setup_of(parts.plan, trainer)
-    keep_rates_tracked(before, now)
     found = now.changed(before) or (None if before.same_variables(now) else "model.trainable")
     if found:
         raise ValueError(f"`{found}` must not change while `train` runs, but between two calls")

@@ -6,14 +6,22 @@ unfrozen for the first time gets new slots. Rules such as Adam's correct for slo
 so for each variable the updates are counted that it has missed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 
 from trainer.base.tracking import read_copies, write_copies
 from trainer.checkpoint.warm_start import weights_of
-from trainer.keras_compat import MultiOptimizer, build_again, built_for, inner_optimizer
+from trainer.keras_compat import (
+    MultiOptimizer,
+    averages_of,
+    built_for,
+    carry_over,
+    inner_optimizer,
+    unbuilt_copy,
+)
 from trainer.run.parts import Slot, Slots
 from trainer.step.objective import optimizers_in
 from trainer.step.types import Optimizers, Variable
@@ -121,20 +129,28 @@ def slots_from(saved: dict[str, Any], trainer: "Trainer") -> Slots | None:
     }
 
 
-def make_slots(trainer: "Trainer", wanted: Slots | None = None) -> bool:
+def make_slots(
+    trainer: "Trainer",
+    wanted: Slots | None = None,
+    numbers: Mapping[int, keras.Variable] | None = None,
+) -> bool:
     """Gives a trainer's optimizers slots for more variables. Call it in the strategy's scope.
 
     Args:
         trainer: the trainer. Its optimizers are built.
         wanted: the variables, in this order; None for those that are trained now.
+        numbers: learning rates that were numbers until a schedule or a function was assigned, by
+            the optimizer's id. TensorFlow cannot save such an optimizer until it is built again.
 
     Returns:
         Whether an optimizer was built again.
 
     Raises:
-        ValueError: if an optimizer keeps its slots where they are not found.
+        ValueError: if an optimizer cannot be made again from its configuration, or has variables
+            that are not made when it is built. All optimizers stay as they were.
     """
-    undo: list[Callable[[], object]] = []
+    numbers = numbers or {}
+    built = []
     for name, optimizer in optimizers_of(trainer).items():
         held = built_for(optimizer)
         ids = {id(variable) for variable in held}
@@ -144,14 +160,13 @@ def make_slots(trainer: "Trainer", wanted: Slots | None = None) -> bool:
         else:
             order = [slot.variable for slot in wanted.get(name, ())]
         more = len(order) > len(held) and ids <= {id(variable) for variable in order}
-        if optimizer.built and more:
-            try:
-                undo.append(add_slots(optimizer, order, trainer))
-            except ValueError:
-                for restore in undo:
-                    restore()
-                raise
-    return bool(undo)
+        replaced = any(id(one) in numbers for one in optimizers_in(optimizer))
+        if optimizer.built and (more or replaced):
+            fresh = built_again(optimizer, order if more else held, numbers.get(id(optimizer)))
+            built.append((optimizer, fresh))
+    for optimizer, fresh in built:
+        take_over(optimizer, fresh, trainer.strategy)
+    return bool(built)
 
 
 def trained_by(name: str, trainer: "Trainer") -> list[Variable]:
@@ -163,26 +178,67 @@ def trained_by(name: str, trainer: "Trainer") -> list[Variable]:
     return [one for one in trainer.model.trainable_variables if id(one) in held]
 
 
-def add_slots(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable], trainer: "Trainer"
-) -> Callable[[], object]:
-    """Builds an optimizer for more variables; the slots that it had keep their values.
+def built_again(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Variable],
+    number: keras.Variable | None = None,
+) -> keras.optimizers.Optimizer:
+    """Returns a copy of an optimizer that is built for other variables.
 
-    Returns:
-        A function that makes the optimizer what it was.
+    Args:
+        optimizer: the optimizer.
+        variables: what the copy is built for.
+        number: as for `unbuilt_copy`.
 
     Raises:
-        ValueError: if an optimizer keeps its slots where they are not found. It stays as it was.
+        ValueError: if the copy has not all variables of the optimizer.
     """
-    pairs, left, undo = build_again(optimizer, optimizers_in(optimizer)[1:], variables)
-    if left:
-        undo()
-        raise ValueError(
-            f"`optimizer` must keep slots in lists to train more variables; got {left[0].path!r}"
-        )
-    values = read_copies([before for before, _ in pairs], trainer.strategy)
-    write_copies([after for _, after in pairs], values, trainer.strategy)
-    return undo
+    fresh = unbuilt_copy(optimizer, number)
+    pairs = list(zip(optimizers_in(optimizer), optimizers_in(fresh), strict=True))
+    for one, other in pairs:
+        carry_over(one, other)
+    fresh.build(list(variables))
+    for one, other in pairs:
+        made = by_path(other)
+        for path, old in by_path(one).items():
+            if len(old) > len(made.get(path, ())):
+                raise ValueError(
+                    f"`optimizer` must create all variables in build() to train more; got {path!r}"
+                )
+    return fresh
+
+
+def by_path(optimizer: keras.optimizers.Optimizer) -> dict[str, list[keras.Variable]]:
+    """Returns the variables of an optimizer, keyed by their paths; several may share one."""
+    found: dict[str, list[keras.Variable]] = {}
+    for variable in optimizer.variables:
+        found.setdefault(variable.path, []).append(variable)
+    return found
+
+
+def take_over(
+    optimizer: keras.optimizers.Optimizer,
+    fresh: keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+) -> None:
+    """Gives an optimizer the variables of a copy that was built for more of the model's.
+
+    The optimizer's own values are copied first. The moving average of a weight that had none begins
+    at the weight.
+    """
+    for one, other in zip(optimizers_in(optimizer), optimizers_in(fresh), strict=True):
+        made = by_path(other)
+        pairs = [
+            (old, new)
+            for path, olds in by_path(one).items()
+            for old, new in zip(olds, made[path], strict=False)
+        ]
+        known = {id(new) for _, new in pairs}
+        pairs += [pair for pair in averages_of(other) if id(pair[1]) not in known]
+        values = read_copies([before for before, _ in pairs], strategy)
+        write_copies([after for _, after in pairs], values, strategy)
+        vars(one).clear()
+        vars(one).update(vars(other))
 
 
 def optimizers_of(trainer: "Trainer") -> dict[str, keras.optimizers.Optimizer]:

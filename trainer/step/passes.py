@@ -536,7 +536,7 @@ def can_be_fused(layer: keras.Layer) -> bool:
     return (
         type(layer) is keras.layers.BatchNormalization
         and layer.trainable
-        and not layer.renorm
+        and not getattr(layer, "renorm", False)  # Keras 3.12 has none
         and not layer.synchronized
         and layer.epsilon >= MIN_EPSILON
         and "call" not in vars(layer)  # not replaced already, for example by a layer probe

@@ -15,8 +15,8 @@ from trainer.base.argument_checks import check_choice
 from trainer.base.tracking import name_of_variable, tracked_variables
 from trainer.keras_compat import (
     computing_in_float32,
-    keep_rate_tracked,
     learning_rate_setting,
+    make_saveable,
 )
 from trainer.step import checks
 from trainer.step.float8 import Float8Tensor, check_float8_layers, float8_tensors
@@ -304,7 +304,7 @@ def build_optimizers(
         if objective.optimizer.built:
             continue
         for optimizer in single_optimizers(objective.optimizer):
-            keep_rate_tracked(optimizer)  # the rate may have been set since it was created
+            make_saveable(optimizer)  # its rate may have been set since it was created
         objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
 
