@@ -53,7 +53,7 @@ from trainer.log.trackers import Trackers, make_tracker
 from trainer.losses.default_batch import all_inputs, warn_of_half_probabilities
 from trainer.losses.settings import Losses
 from trainer.replay.recorder import read_record
-from trainer.replay.rerun import Replay, check_computation, check_setting, rerun_step
+from trainer.replay.rerun import Replay, check_replayable, rerun_step
 from trainer.run.adapt import (
     Setup,
     adapted,
@@ -1152,9 +1152,9 @@ class Trainer(Task):
         record, dataset, state = read_record(local_path(overflow))
         if self.compile_mode_open and not self._started:
             self.jit_compile = record.setting["jit_compile"]
-        check_setting(record.setting, recorded_settings(self))
         self._start(next(iter(dataset)))
-        check_computation(record.setting, recorded_computation(self))
+        declared = recorded_computation(self)
+        check_replayable(record.setting, recorded_settings(self), declared)
         return rerun_step(record, dataset, state, self._parts.plan)
 
     def _result_names(self, found: EvalData) -> list[str]:

@@ -8,7 +8,7 @@ import pathlib
 import time
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -38,14 +38,6 @@ from trainer.log.writers import RunWriters, read_lines
 from trainer.step.float8 import Float8Tensor
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
-
-
-class Unlogged(NamedTuple):
-    """An interval that has not ended."""
-
-    reports: list[StepReport]
-    unread: int  # index of the first report that has not been read from the device
-    loss_scale: float  # of the last step that was read
 
 
 class RunLog:
@@ -91,11 +83,11 @@ class RunLog:
         self._loss_scale = math.nan  # loss scale of the last step that was read
 
     @property
-    def unlogged(self) -> Unlogged:
-        """What the log knows of steps that it has not logged."""
-        return Unlogged(self._reports, self._unread, self._loss_scale)
+    def unlogged(self) -> tuple[list[StepReport], int, float]:
+        """Reports of an interval that has not ended, how many were read, and the last scale."""
+        return self._reports, self._unread, self._loss_scale
 
-    def go_on_with(self, unlogged: Unlogged) -> None:
+    def go_on_with(self, unlogged: tuple[list[StepReport], int, float]) -> None:
         """Takes over an interval in which an error has ended a call to `train`.
 
         The metrics go on with it, too.

@@ -81,7 +81,20 @@ class FlightRecorder:
         self._setting = setting
         self.latest: pathlib.Path | None = None
 
-    def keep(self, report: StepReport, batch: Batch, spec: Spec) -> None:
+    def keep_overflow(self, report: StepReport, batch: Batch, spec: Spec) -> None:
+        """Records the last step of an inner loop if it was the first in a series of skips.
+
+        The loop ends at the first skip of a series, so this skip is always the last step.
+
+        Args:
+            report: reports of the loop's steps.
+            batch: the global batch of the last step.
+            spec: the dataset's `element_spec`.
+        """
+        if report.step.shape[0] and int(report.consecutive_skips[-1]) == 1:
+            self._keep(StepReport(*(field[-1].numpy() for field in report)), batch, spec)
+
+    def _keep(self, report: StepReport, batch: Batch, spec: Spec) -> None:
         """Records a step that was just skipped. The model must still have the weights of that step.
 
         Args:
@@ -122,25 +135,6 @@ class FlightRecorder:
         kept = sorted(self._folder.glob("step-*[0-9]"), key=lambda path: path.stat().st_mtime_ns)
         while len(kept) > self._max_records or (len(kept) > 1 and bytes_in(kept) > self._max_bytes):
             remove_folder(kept.pop(0))
-
-
-def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Batch, spec: Spec) -> int:
-    """Records the last step of an inner loop if it was the first in a series of skips.
-
-    Args:
-        recorder: the recorder.
-        report: reports of the loop's steps. The loop ends at the first skip of a series, so this
-            skip is always the last step.
-        batch: the global batch of the last step.
-        spec: the dataset's `element_spec`.
-
-    Returns:
-        The number of steps in the loop.
-    """
-    taken = int(report.step.shape[0])
-    if taken and int(report.consecutive_skips[-1]) == 1:
-        recorder.keep(StepReport(*(field[-1].numpy() for field in report)), batch, spec)
-    return taken
 
 
 def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, np.ndarray]]:

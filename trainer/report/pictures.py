@@ -293,45 +293,45 @@ def draw_headroom(run: Run) -> Picture | None:
 
 def draw_norm(run: Run) -> Picture | None:
     """Draws the global norm of the gradients, averaged over the steps of each log line."""
-    norm = run.train.get("gradient_norm")
-    if norm is None or np.isnan(norm.value).all():
-        return None
-    figure, [[axes]] = make_panels([2.2])
-    plot(axes, norm, BLUE, linewidth=1.4)
-    choose_scale(axes, [norm])
-    name_axis(axes, "gradient norm")
-    style_panels([[axes]], run)
-    return to_picture(
-        figure,
-        "gradient_norm",
-        f"The global norm of the gradients: from {np.nanmin(norm.value):.3g} to "
-        f"{np.nanmax(norm.value):.3g}, {last(norm):.3g} at the end.",
-    )
+    norm = {"gradient norm": run.train["gradient_norm"]} if "gradient_norm" in run.train else {}
+    return draw_numbers(run, "gradient_norm", "gradient norm", norm)
 
 
 def draw_learning_rates(run: Run) -> Picture | None:
     """Draws the learning rate of each optimizer."""
+    prefix = f"{LEARNING_RATE}/"
     rates = {
-        name: curve
+        name.removeprefix(prefix): curve
         for name, curve in run.train.items()
-        if name.split("/", maxsplit=1)[0] == LEARNING_RATE and not np.isnan(curve.value).all()
+        if name == LEARNING_RATE or name.startswith(prefix)
     }
-    rates = dict(itertools.islice(rates.items(), MAX_CURVES))
-    if not rates:
+    return draw_numbers(run, "learning_rate", "learning rate", rates)
+
+
+def draw_numbers(run: Run, picture: str, what: str, curves: Mapping[str, Curve]) -> Picture | None:
+    """Draws curves in one panel, with their names if there are several.
+
+    Args:
+        run: the run.
+        picture: the name of the picture.
+        what: what the numbers are.
+        curves: the curves, keyed by name. Those of which no value is known are left out.
+    """
+    known = {name: curve for name, curve in curves.items() if not math.isnan(last(curve))}
+    shown = dict(itertools.islice(known.items(), MAX_CURVES))
+    if not shown:
         return None
     figure, [[axes]] = make_panels([2.2])
     colors = itertools.cycle([BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY])
-    for (name, curve), color in zip(rates.items(), colors, strict=False):
-        label = name.removeprefix(f"{LEARNING_RATE}/")
-        plot(axes, curve, color, label=label if len(rates) > 1 else None, linewidth=1.4)
-    choose_scale(axes, list(rates.values()))
-    name_axis(axes, "learning rate")
-    if len(rates) > 1:
-        add_legend(axes)
+    for (name, curve), color in zip(shown.items(), colors, strict=False):
+        plot(axes, curve, color, label=name if len(shown) > 1 else None, linewidth=1.4)
+    choose_scale(axes, list(shown.values()))
+    name_axis(axes, what)
+    add_legend(axes)
     style_panels([[axes]], run)
     ends = [
         f"{name} from {np.nanmin(curve.value):.3g} to {np.nanmax(curve.value):.3g}, "
         f"{last(curve):.3g} at the end"
-        for name, curve in rates.items()
+        for name, curve in shown.items()
     ]
-    return to_picture(figure, "learning_rate", f"Learning rates: {'; '.join(ends)}.")
+    return to_picture(figure, picture, f"Over {run.last_step:,} steps: {'; '.join(ends)}.")

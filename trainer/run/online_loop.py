@@ -14,7 +14,6 @@ from trainer.data.errors import MARK, DataError, reason_of
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
-from trainer.replay.recorder import keep_overflow
 from trainer.run.build import check_all_saved
 from trainer.run.listeners import TrainRequest
 from trainer.run.outer_loop import OuterLoop
@@ -146,7 +145,7 @@ class OnlineLoop(OuterLoop):
         if parts.recorder:
             spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
             with self._reporter.writing():
-                keep_overflow(parts.recorder, report, batch, spec)
+                parts.recorder.keep_overflow(report, batch, spec)
         self._reporter.read()
         results = {"loss": float(report.loss.numpy()[0])}
         counted = self._log.any_applied

@@ -31,7 +31,6 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import LONGEST_LOOP
-from trainer.replay.recorder import keep_overflow
 from trainer.run.adapt import check_trained_as_saved
 from trainer.run.build import check_all_saved
 from trainer.run.gradient_check import check_gradients
@@ -420,7 +419,7 @@ class OuterLoop:
         if self._parts.recorder:
             # If there is a step to record, the loop ended right after it, so `batch` is its batch.
             with self._reporter.writing():
-                keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
+                self._parts.recorder.keep_overflow(report, batch, iterator.element_spec)
         # Read the reports now instead of at the next log line: `read` raises if the run is stuck,
         # and a loop that ends early, or at a step to record, may have ended for that reason. The
         # steps of parameter servers are all scheduled before one of them can end the run.

@@ -143,19 +143,6 @@ def test_without_a_seed_a_model_draws_like_any_keras_model():
     assert not np.array_equal(one.get_weights()[0], other.get_weights()[0])
 
 
-@pytest.mark.slow
-def test_a_dataset_made_again_is_the_same_data(tmp_path):
-    """In one process, a shuffled dataset that is made again after a trainer resumes the run."""
-    losses = {}
-    for folder, targets in (("whole", (6,)), ("resumed", (3, 6))):
-        for steps in targets:
-            data = tf.data.Dataset.from_tensor_slices((X, 3 * X)).shuffle(8, seed=1).batch(4)
-            trainer = line(model_dir=tmp_path / folder)
-            trainer.train(data, steps=steps)
-        losses[folder] = [weight.tobytes() for weight in trainer.model.get_weights()]
-    assert losses["whole"] == losses["resumed"]
-
-
 def test_blocks_in_two_threads_do_not_meet():
     """A block waits for one in another thread: each draws as if it were alone."""
     alone = []

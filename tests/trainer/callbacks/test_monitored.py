@@ -1,16 +1,15 @@
 """Callbacks that follow one number: its name, which value is best, and what they do with it."""
 
 import math
-import types
 
 import keras
 import numpy as np
 import pytest
-from helpers import Linear, copies, slopes
+from helpers import Linear, slopes
 
 from trainer import Callback, Trainer, Updates
 from trainer.callbacks import BestWeights, EarlyStopping, ReduceLROnPlateau
-from trainer.callbacks.monitored import Monitored, optimizers_of
+from trainer.callbacks.monitored import Monitored
 from trainer.keras_compat import averages_of
 
 
@@ -98,13 +97,6 @@ def test_layers_unfrozen_after_the_best_value():
     assert np.array_equal(frozen.kernel, kept)
     averages = {id(weight): average for weight, average in averages_of(line.optimizer)}
     assert np.array_equal(averages[id(frozen.kernel)], kept)
-
-
-def test_every_optimizer_counts_once():
-    """Those of a dict, and those inside a MultiOptimizer."""
-    one, two = keras.optimizers.SGD(), keras.optimizers.Adam()
-    assert optimizers_of(types.SimpleNamespace(optimizer=one)) == [one]
-    assert optimizers_of(types.SimpleNamespace(optimizer={"a": one, "b": two})) == [one, two]
 
 
 # EarlyStopping.
@@ -198,17 +190,6 @@ def test_log_lines_can_be_monitored():
     line.train(slopes(np.nan), steps=9, global_batch=1)
 
     assert (line.totals.attempted, stopping.best) == (2, None)
-
-
-@pytest.mark.thorough  # takes seconds
-def test_replicas_stop_alike(mirrored):
-    """On three replicas the run ends at the same step, with the same weights on each."""
-    stopping = EarlyStopping(patience=1, restore_best_weights=True)
-    line = Linear(callbacks=[stopping], strategy=mirrored(3), verbose=False)
-    line.train(slopes(1.0, 1.0, 1.0), 9, global_batch=3, eval_data=WORSE, eval_interval=1)
-
-    assert line.totals.attempted == 2
-    assert [copy.item() for copy in copies(line.model.trainable_variables[0])] == [0.0] * 3
 
 
 @pytest.mark.thorough  # takes seconds

@@ -229,25 +229,6 @@ def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
-@pytest.mark.slow
-@KERAS_EXPORTS
-def test_the_best_survive_a_restart(tmp_path):
-    """A resumed run keeps the same models as an uninterrupted one."""
-
-    def kept(model_dir, *targets):
-        for steps in targets:
-            keras.utils.set_random_seed(0)
-            Learning(model_dir=model_dir, checkpoints=Checkpoints(keep_best=2, interval=2)).train(
-                (X, Y), steps=steps, global_batch=4, eval_data=(X, Y), eval_interval=2
-            )
-        return {
-            step: folder.read_manifest(path)["results"]
-            for step, path in folder.committed(model_dir / "best", "step").items()
-        }
-
-    assert kept(tmp_path / "twice", 4, 8) == kept(tmp_path / "once", 8) != {}
-
-
 def test_a_module_is_kept_as_its_variables(tmp_path):
     """A `tf.Module` is saved as a TensorFlow checkpoint, because its code cannot be saved."""
 

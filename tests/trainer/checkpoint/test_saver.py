@@ -187,64 +187,12 @@ def make_differ(variables):
             copy.assign(value)
 
 
-class WithModule(tf.Module):
-    """A model without Keras that keeps a separate sum on every replica."""
-
-    def __init__(self):
-        """Creates a trainable weight, a fixed one, and the sum."""
-        super().__init__()
-        self.weight = tf.Variable([[1.0]])
-        self.fixed = tf.Variable(1.0, trainable=False)
-        self.seen = own_variable(0.0, per_replica=True)
-
-    def __call__(self, x):
-        """Adds the inputs to the sum."""
-        self.seen.assign_add(tf.reduce_sum(x))
-        return x @ self.weight * self.fixed
-
-
-class OfModule(Linear):
-    """Trains a `WithModule` on inputs that differ between replicas."""
-
-    def build_model(self):
-        """A `tf.Module`."""
-        return WithModule()
-
-    def compute_loss(self, batch, training):
-        """The same as in `Linear`."""
-        return self.model(batch["x"])[:, 0] * batch["slope"]
-
-
-THIRDS = {"x": np.float32([[0.1], [0.2], [0.7]]), "slope": np.float32([1.0, 2.0, 4.0])}
-
-
-@pytest.mark.thorough
-def test_the_copies_of_a_module_are_restored(tmp_path, mirrored):
-    """The mean over three replicas does not determine the three values, so all of them are saved."""
-
-    def make():
-        return OfModule(model_dir=tmp_path, strategy=mirrored(3), verbose=False)
-
-    before, after = make(), make()
-    data = untuned(tf.data.Dataset.from_tensors(THIRDS))
-    before.train(data, steps=2)
-    make_differ([before.model.seen])
-    access.checkpoints(before).save(2, access.checkpoints(before).facts, None)
-    access.start(after, first(data))
-
-    assert [float(copy) for copy in copies(before.model.seen)] == list(np.float32([0.1, 0.2, 0.7]))
-    assert float(before.model.weight.numpy()[0, 0]) != 1.0
-    for ours, theirs in zip(before.model.variables, after.model.variables, strict=True):
-        assert [*map(bits, copies(ours))] == [*map(bits, copies(theirs))]
-
-
-@pytest.mark.parametrize("name", ["model", "optimizer", "state", "trainer"])
-def test_checkpoint_items_need_other_names(tmp_path, name):
+def test_checkpoint_items_need_other_names(tmp_path):
     """The names that a checkpoint uses itself are refused before anything is written."""
 
     class Colliding(Linear):
         def checkpoint_items(self):
-            return {"fine": tf.Variable(1.0), name: tf.Variable(2.0)}
+            return {"fine": tf.Variable(1.0), "model": tf.Variable(2.0)}
 
     trainer = Colliding(model_dir=tmp_path, verbose=False)
     with pytest.raises(ValueError, match="`checkpoint_items`"):
@@ -372,16 +320,6 @@ def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
 
 
 @pytest.mark.thorough
-def test_without_an_interval_one_is_written_at_the_end(tmp_path):
-    """Without a `model_dir`, none is written at all."""
-    Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=30, global_batch=1)
-    assert steps_saved(tmp_path) == [30]
-
-    summary = Linear(verbose=False).train(slopes(1.0), steps=3, global_batch=1)
-    assert summary.checkpoint is None
-
-
-@pytest.mark.thorough
 def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
     """A damaged newest checkpoint is skipped with an error, stays until its step is saved again, and
     does not count towards `max_to_keep`.
@@ -443,18 +381,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
 
     assert (path, facts["saved"], replaced) == (paths[2], "twice", [paths[2] / "data"])
     assert "damaged" not in caplog.text
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_holds_other_variables_only_if_they_differ(tmp_path):
-    """What is compared is each owner's variables, without the numbers that Keras gives."""
-    trainer = Linear(model_dir=tmp_path, verbose=False)
-    trainer.train(slopes(1.0), steps=1, global_batch=1)
-    checkpoints = access.checkpoints(trainer)
-    assert not checkpoints.holds_other_variables()
-
-    checkpoints.facts = checkpoints.facts | {"variables": {"model": ["w: float32 (2,)"]}}
-    assert checkpoints.holds_other_variables()
 
 
 def sgd():
@@ -530,18 +456,6 @@ def test_rolling_back_removes_later_checkpoints(tmp_path):
     assert checkpoints.restore(before=4) == tmp_path / "ckpt-2"
     assert steps_saved(tmp_path) == [2]
     assert trainer.weight == -1.0
-
-
-def test_leftovers_of_a_killed_process_are_removed(tmp_path):
-    """The next process cleans up when it starts."""
-    run = {"steps": 2, "global_batch": 1}
-    Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), **run)
-    (begin_folder(tmp_path / "ckpt-3") / "variables.index").write_text("half")
-    (tmp_path / "ckpt-2").rename(tmp_path / "ckpt-2.old")
-    summary = Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), **run)
-
-    assert (summary.steps_run, steps_saved(tmp_path)) == (0, [2])
-    assert sorted(each.name for each in tmp_path.glob("ckpt*")) == ["ckpt-2"]
 
 
 # Writing in a thread.
@@ -694,23 +608,6 @@ def test_a_manifest_describes_the_run(tmp_path):
         "data",
         "counts",
     }
-
-
-@pytest.mark.thorough
-def test_a_resumed_run_logs_each_step_once(tmp_path):
-    """Steps that were logged but not saved before the process was killed are not logged twice."""
-    arguments = {"model_dir": tmp_path, "log_interval": 1, "steps_per_loop": 1, "verbose": False}
-    Linear(**arguments).train(slopes(1.0), steps=2, global_batch=1)
-    with (tmp_path / "metrics.jsonl").open("a") as lines:
-        lines.write('{"step": 3, "split": "train"}\n{"step": 4, "spl')
-    Linear(**arguments).train(slopes(1.0), steps=4, global_batch=1)
-
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    logged = [(line["split"], line["step"]) for line in lines]
-    numbers = [("train", step) for step in range(1, 5)]
-    assert [each for each in logged if each[0] not in {"run", "end"}] == [("scale", 1), *numbers]
-    rows = (tmp_path / "train.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]
 
 
 class Raising(Linear):

@@ -1,7 +1,6 @@
 """L18: what the flight recorder keeps, and what it removes."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -50,20 +49,9 @@ def test_a_record_holds_the_batch_the_state_and_the_report(tmp_path):
     assert [array.tolist() for array in state.values()] == [[[0.0]]]
 
 
-def test_a_state_in_bfloat16_is_written_back(tmp_path):
-    """NumPy's files do not know this dtype."""
-    variable, strategy = tf.Variable([1.5, -2.0], dtype=tf.bfloat16), tf.distribute.get_strategy()
-    np.savez(tmp_path / "state.npz", **read_state([variable], strategy))
-    variable.assign([0.0, 0.0])
-    with np.load(tmp_path / "state.npz") as state:
-        write_state([variable], dict(state), strategy)
-
-    assert tf.cast(variable, tf.float32).numpy().tolist() == [1.5, -2.0]
-
-
 @pytest.mark.thorough
-def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
-    """And a record that would be larger than `max_record_bytes` is not."""
+def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path, caplog):
+    """And a record that would be larger than `max_record_bytes` is not: a warning says so."""
     arguments = {"model_dir": tmp_path / "run", "verbose": False, "skips": Skips(max_records=9)}
     trainer = Linear(**arguments)
     trainer.train(slopes(np.inf, 1.0), steps=5, global_batch=2)
@@ -75,20 +63,7 @@ def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
     )
     small.train(slopes(np.inf, 1.0), steps=5, global_batch=2)
     assert not (tmp_path / "small" / "overflows").exists()
-
-
-@pytest.mark.thorough
-def test_a_record_that_is_too_large_is_reported(tmp_path, caplog):
-    """The warning says how large it would have been."""
-    with caplog.at_level("WARNING"):
-        Linear(
-            model_dir=tmp_path, verbose=False, skips=Skips(max_records=1, max_record_bytes=8)
-        ).train(slopes(np.inf, 1.0), steps=1, global_batch=2)
-
-    assert (
-        "The overflow at step 1 was not recorded: it needs 20 bytes, and max_record_bytes is 8."
-        in [record.getMessage() for record in caplog.records]
-    )
+    assert "max_record_bytes" in caplog.text
 
 
 @pytest.mark.thorough
@@ -102,19 +77,6 @@ def test_the_oldest_records_are_removed(tmp_path):
     assert names(kept) == ["step-00000008"]
 
 
-@pytest.mark.slow
-def test_the_newest_record_stays_even_if_an_older_one_has_a_later_step(tmp_path):
-    """A resumed run may return to earlier steps; age decides which record is removed."""
-    [*_, kept] = run(tmp_path)
-    later = kept.rename(kept.parent / "step-00000500")
-    os.utime(later)
-
-    assert names(run(tmp_path, steps=10)) == ["step-00000010", "step-00000500"]
-    assert names(run(tmp_path, steps=12)) == ["step-00000010", "step-00000012"]
-    assert not later.exists()
-
-
-@pytest.mark.thorough
 def test_a_record_holds_no_code(tmp_path):
     """Nothing in a record is a pickle, and arrays of objects are refused when it is read."""
     [path] = run(tmp_path, steps=2)
@@ -123,17 +85,23 @@ def test_a_record_holds_no_code(tmp_path):
         read_record(path)
 
 
-def test_a_state_is_written_back_to_the_same_variables_only():
-    """Values come back bit for bit; another number of variables, or another shape, is refused."""
+def test_a_state_is_written_back_to_the_same_variables_only(tmp_path):
+    """Values come back bit for bit, also those of bfloat16, which NumPy's files do not know; another
+    number of variables, or another shape, is refused.
+    """
     strategy = tf.distribute.get_strategy()
-    variables = [tf.Variable([0.1, 0.2]), tf.Variable(3)]
-    state = read_state(variables, strategy)
+    half = tf.Variable([1.5, -2.0], dtype=tf.bfloat16)
+    variables = [tf.Variable([0.1, 0.2]), tf.Variable(3), half]
+    np.savez(tmp_path / "state.npz", **read_state(variables, strategy))
     for variable in variables:
         variable.assign(tf.zeros_like(variable))
+    with np.load(tmp_path / "state.npz") as found:
+        state = dict(found)
     write_state(variables, state, strategy)
 
-    assert list(copies_by_name(variables, strategy)) == list(state) == ["0/0", "1/0"]
+    assert list(copies_by_name(variables, strategy)) == list(state) == ["0/0", "1/0", "2/0"]
     assert variables[0].numpy().tobytes() == np.float32([0.1, 0.2]).tobytes()
     assert variables[1].numpy() == 3
+    assert tf.cast(half, tf.float32).numpy().tolist() == [1.5, -2.0]
     with pytest.raises(ValueError, match=r"`overflow`.*'1/0'"):
-        write_state([variables[0], tf.Variable([3])], state, strategy)
+        write_state([variables[0], tf.Variable([3]), half], state, strategy)

@@ -54,16 +54,6 @@ def test_the_header(tmp_path):
     ]
 
 
-def test_retries_are_told(tmp_path):
-    """Retries are beside the causes of skips."""
-    retry = {"split": "retry", "step": 4, "retries": 2}
-    lines = [TRAIN, SKIP, retry, retry | {"step": 7}]
-
-    assert facts.describe_skips(read_run(write_lines(tmp_path, *lines))) == "1 backward, 4 retries"
-    run = read_run(write_lines(tmp_path, TRAIN, retry | {"retries": 1}))
-    assert facts.describe_skips(run) == "1 retry"
-
-
 def test_the_end_of_a_run_is_described(tmp_path):
     """A run without a recorded end is still running or was killed; an older run says nothing."""
     failure = {"split": "failure", "step": 10, "error": "a.b.DataError: the data: bad"}

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import struct
 import subprocess
 import sys
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import written_run
 from helpers import STEEP, Linear, overflowing, slopes
-from written_run import GRADIENTS, SETTING, SKIP, TRAIN, write_lines
+from written_run import SETTING, SKIP, TRAIN, write_lines
 
 from scaling.telemetry.record import read_record
 from trainer import Monitoring, Skips, TrainingStuckError
@@ -74,25 +73,7 @@ def test_a_section_without_data_names_the_flag_that_records_it(tmp_path):
 
     assert re.findall(r"<h2[^>]*>(.*)</h2>", page) == HEADINGS
     assert page.count("<img ") == 2
-    for sentence in (
-        "<code>eval_interval=N</code> (<code>--eval_interval=N</code>) evaluates it every N steps.",
-        "This section needs the largest gradient of each step. "
-        "<code>Monitoring(record_gradients=True)</code> records it.",
-        "<code>Monitoring(record_gradients=True)</code> records it at every log line.",
-        "This section needs the magnitudes of the gradients. "
-        "<code>Monitoring(record_gradients=True)</code> records them.",
-        "No learning rate has been recorded.",
-        "No step was skipped.",
-        "No loss scale has been recorded yet.",
-        "This run has not recorded its settings.",
-        "This run has not recorded its model.",
-    ):
-        assert sentence in page
-    page = page_of(write_lines(tmp_path, SKIP | {"loss_scale": 1.0}))
-    assert "The first one follows after <code>log_interval</code> steps." in page
-    steps = {"cause": ["backward"] * 3, "max_magnitude": [None] * 3}
-    page = page_of(write_lines(tmp_path, GRADIENTS | steps))
-    assert "No step was applied" in page
+    assert page.count("<code>Monitoring(record_gradients=True)</code>") == 3
 
 
 @pytest.mark.thorough
@@ -113,12 +94,6 @@ def test_the_page_of_a_run_that_never_applied_a_step(tmp_path):
 
     assert "ended by TrainingStuckError" in page
     assert "Ended by an error after step 3: TrainingStuckError: 3 steps" in page
-    for sentence in (
-        "No step was applied, so there is no training loss.",
-        "No step was applied, so no gradient is known.",
-        "No step was applied, so no gradient norm is known.",
-    ):
-        assert sentence in page
     assert page.count("<img ") == 2  # the scale and the learning rate
     assert "record_gradients</code>" not in page
 
@@ -134,20 +109,9 @@ def test_only_the_first_skips_are_listed(tmp_path):
     assert "More skipped steps, not shown: 1,012." in page
 
 
-@pytest.mark.thorough
-def test_the_foot_of_the_page_counts_unreadable_lines(tmp_path):
-    """A page whose lines were all readable has no foot."""
-    assert "while writing: 2.</footer>" in page_of(write_lines(tmp_path, TRAIN, "{", "3"))
-    assert "<footer>" not in page_of(write_lines(tmp_path, TRAIN))
-
-
-def browse(pages, width=800, dark=False):
-    """Returns what a browser shows of each page; see `tests/browser.py`."""
-    wanted = {
-        "width": width,
-        "dark": dark,
-        "pages": {str(page): str(p) for page, p in pages.items()},
-    }
+def browse(page, *, dark):
+    """Returns what a browser shows of a page; see `tests/browser.py`."""
+    wanted = {"width": 800, "dark": dark, "pages": {str(page): ""}}
     program = pathlib.Path(__file__).parents[2] / "browser.py"
     result = subprocess.run(
         [sys.executable, str(program), json.dumps(wanted)],
@@ -161,88 +125,27 @@ def browse(pages, width=800, dark=False):
     if "started" not in lines:
         pytest.skip(f"no browser (extra `browser`): {result.stderr.strip()[-200:]}")
     assert result.returncode == 0, result.stderr[-2000:]
-    return {pathlib.Path(page): seen for page, seen in json.loads(lines[-1]).items()}
-
-
-def find_faults(page, seen):
-    """Returns everything that is wrong with a page in a browser."""
-    found = [f"requested {url}" for url in seen["requested"] if url != f"file://{page}"]
-    found += [f"broken image: {alt}" for alt in seen["broken"]]
-    if seen["images"] != 6:
-        found.append(f"{seen['images']} images")
-    if seen["headings"] != [["H1", "rich"], *[["H2", heading] for heading in HEADINGS]]:
-        found.append(f"headings: {seen['headings']}")
-    if seen["title"] != "rich: report of a run":
-        found.append(f"title: {seen['title']}")
-    names = [written_run.SCRIPT, written_run.METRIC, written_run.SETTING]
-    found += [f"not shown: {name}" for name in names if name not in seen["text"]]
-    if seen["page_width"] > seen["window_width"]:
-        found.append("wider than the window")
-    return found
-
-
-def pages_with_faults(page):
-    """Yields (name, HTML, fault) for the page itself, and for copies of it with one fault each."""
-    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-    assert len(policy.findall(page)) == 1
-    page = policy.sub("", page)  # it would block some of the faults
-    script = "&lt;script&gt;document.title=&#34;owned&#34;&lt;/script&gt;"
-    assert script in page
-    outside = '<img src="https://example.com/a.png" alt="a">'
-    first, second = HEADINGS[:2]
-    yield "none", page, None
-    yield "outside", page.replace("</header>", outside), "requested https://example.com/a.png"
-    yield (
-        "style",
-        page.replace("</style>", "@import url(b.css);</style><link href=b.css rel=stylesheet>"),
-        "requested file://",
-    )
-    yield "broken", re.sub(r"base64,.{40}", "base64,", page, count=1), "broken image: Curves over"
-    yield "silent", re.sub(r'alt="[^"]+"', 'alt=""', page, count=1), "broken image: no alt"
-    yield "unescaped", page.replace(script, written_run.SCRIPT), "title: owned"
-    yield "wide", page.replace("</header>", "<div style='width:900px'>a</div></header>"), "wider"
-    yield "order", page.replace(first, "X").replace(second, first).replace("X", second), "headings"
+    return json.loads(lines[-1])[str(page)]
 
 
 @pytest.mark.thorough
-def test_a_browser_shows_the_page_without_faults(rich, tmp_path):
+@pytest.mark.parametrize(
+    ("dark", "background"), [(False, "rgb(246, 247, 249)"), (True, "rgb(20, 23, 27)")]
+)
+def test_a_browser_shows_the_page(rich, dark, background):
     """The browser requests nothing else, all images load and have a description, names from the run
-    are shown as text, and 800 pixels are wide enough. Each check fails for a page with one fault.
+    are shown as text, and 800 pixels are wide enough. The page follows the browser's dark mode.
     """
     page = rich / "report" / "report.html"
-    expected = {page: None}
-    for name, text, fault in pages_with_faults(page.read_text()):
-        path = tmp_path / f"{name}.html"
-        path.write_text(text)
-        expected[path] = fault
-    pages = browse(dict.fromkeys(expected, "") | {page: tmp_path / "light.png"})
+    seen = browse(page, dark=dark)
 
-    for path, fault in expected.items():
-        found = find_faults(path, pages[path])
-        assert bool(found) == bool(fault), f"{path.name}: {found}"
-        assert not fault or any(text.startswith(fault) for text in found), f"{path.name}: {found}"
-    # The width and height of a PNG file follow its first 16 bytes.
-    size = struct.unpack(">II", (tmp_path / "light.png").read_bytes()[16:24])
-    assert size == (800, pages[page]["page_height"])
-
-
-@pytest.mark.thorough
-def test_the_page_has_a_dark_mode(rich, tmp_path):
-    """The page follows the browser, and has no fault in either mode at 1600 pixels."""
-    page = rich / "report" / "report.html"
-    light = browse({page: ""}, width=1600)[page]
-    dark = browse({page: tmp_path / "dark.png"}, width=1600, dark=True)[page]
-
-    assert (light["background"], dark["background"]) == ("rgb(246, 247, 249)", "rgb(20, 23, 27)")
-    assert find_faults(page, light) == find_faults(page, dark) == []
-
-
-@pytest.mark.thorough
-def test_curves_without_room_are_counted(tmp_path):
-    """The caption of the curves says how many are left out."""
-    page = page_of(write_lines(tmp_path, TRAIN | {f"m{n}": 1.0 for n in range(55)}))
-
-    assert "Curves for which there was no room, not shown: 6." in page
+    assert [url for url in seen["requested"] if url != f"file://{page}"] == []
+    assert (seen["broken"], seen["images"], seen["active"]) == ([], 6, [])
+    assert seen["headings"] == [["H1", "rich"], *[["H2", heading] for heading in HEADINGS]]
+    assert (seen["title"], seen["background"]) == ("rich: report of a run", background)
+    for name in (written_run.SCRIPT, written_run.METRIC, written_run.SETTING):
+        assert name in seen["text"]
+    assert seen["page_width"] <= seen["window_width"]
 
 
 def test_a_real_run_has_a_report(tmp_path):
@@ -383,9 +286,3 @@ def test_a_scale_has_corners(tmp_path):
     assert curve.step[-1] == 10
     assert set(curve.value) >= {4.0, 3.0}
     assert (np.diff(curve.step) >= 0).all()
-
-
-def test_a_run_that_cannot_be_read_is_named(tmp_path):
-    """A folder without a metrics.jsonl is no run."""
-    with pytest.raises(ValueError, match="`run_dir`"):
-        compare_runs([write_lines(tmp_path / "a", TRAIN), tmp_path / "b"], tmp_path)
