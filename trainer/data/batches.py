@@ -322,15 +322,13 @@ def check_length(steps: int | None, epochs: int | None, found: Batches) -> None:
         ValueError: unless exactly one of `steps` and `epochs` is given and it is at least 1, or if
             `epochs` is given and the length of an epoch is unknown.
     """
-    if steps is not None and epochs is None:
-        check_integer("steps", steps, 1)
-        return
-    if epochs is None or steps is not None:
+    if (steps is None) == (epochs is None):
         raise ValueError(
             f"`steps` must be given if and only if `epochs` is None; got {steps!r} and {epochs!r}"
         )
-    check_integer("epochs", epochs, 1)
-    if found.steps_per_epoch is None:
+    name, length = ("steps", steps) if epochs is None else ("epochs", epochs)
+    check_integer(name, length, 1)
+    if epochs is not None and found.steps_per_epoch is None:
         raise ValueError(
             f"`epochs` must be None if the length of the dataset is unknown; got {epochs}: pass "
             "steps=, or use tf.data.experimental.assert_cardinality"

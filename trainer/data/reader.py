@@ -5,27 +5,19 @@ after the last batch that a step has used.
 """
 
 import collections
-import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from trainer.data.source import EmptyPassError, Place, Source, copy_unless_tensorflow_copies
+from trainer.data.source import Place, Source, copy_unless_tensorflow_copies
 from trainer.data.structures import BatchError, as_arrays, difference, fingerprint, rows_in, spec_of
 
 # At most this many batches have been read, but not used by a step: two that `Batches.endless`
 # prefetches, one on its way, and some to spare.
 AHEAD = 6
-
-
-class Remembered(NamedTuple):
-    """What is remembered of a batch that was read."""
-
-    taken: int  # number of batches up to this one
-    place: Place  # the place behind it
-    fingerprint: int
 
 
 class Reader:
@@ -49,7 +41,8 @@ class Reader:
         self.keep = False
         self.error: Exception | None = None
         self._argument, self._whole = argument, whole
-        self._remembered: collections.deque[Remembered] = collections.deque(maxlen=AHEAD)
+        # The places behind the last batches, and their fingerprints.
+        self._remembered: collections.deque[tuple[Place, int]] = collections.deque(maxlen=AHEAD)
         self._lock = threading.Lock()
         batches = [as_arrays(batch, argument) for batch in source.peek(2)]
         self.first = batches[0] if batches else None
@@ -57,11 +50,11 @@ class Reader:
 
     def once(self) -> tf.data.Dataset:
         """Returns the batches of one pass."""
-        return self._dataset(self._one_pass)
+        return self._dataset(lambda: self._read(None, passes=1))
 
     def forever(self, place: Place | None = None) -> tf.data.Dataset:
         """Returns the batches of all passes from a place on; None begins at the beginning."""
-        return self._dataset(lambda: self._passes(place))
+        return self._dataset(lambda: self._read(place))
 
     def upcoming(self, place: Place | None) -> tuple[tf.data.Dataset, int]:
         """Reads the next batch at a place.
@@ -69,7 +62,7 @@ class Reader:
         Returns:
             The batches from there on, that one included; and its fingerprint.
         """
-        batches = self._passes(place)
+        batches = self._read(place)
         following = next(batches)
 
         def all_batches() -> Iterator[Any]:
@@ -85,41 +78,26 @@ class Reader:
             taken: number of batches up to that one.
         """
         with self._lock:
-            known = {each.taken: each for each in self._remembered}
-        place = known[taken].place if taken in known else None
-        following = known.get(taken + 1)
-        return place, following.fingerprint if following else None
+            known = {place["taken"]: (place, batch) for place, batch in self._remembered}
+        place, _ = known.get(taken, (None, None))
+        _, following = known.get(taken + 1, (None, None))
+        return place, following
 
     def _dataset(self, make: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
         return untuned(tf.data.Dataset.from_generator(make, output_signature=self.spec))
 
-    def _one_pass(self) -> Iterator[Any]:
-        with self._errors_kept():
-            count = 0
-            for count, batch in enumerate(self.source.read_once(), start=1):
-                yield self._checked(batch, count)
-            if not count:
-                raise EmptyPassError(self.source.why_empty(1))
-
-    def _passes(self, place: Place | None) -> Iterator[Any]:
+    def _read(self, place: Place | None, passes: float = math.inf) -> Iterator[Any]:
         with self._lock:
             self._remembered.clear()
-        with self._errors_kept():
-            for batch, behind in self.source.read(place, keep=self.keep):
+        self.error = None
+        try:
+            for batch, behind in self.source.read(place, keep=self.keep, passes=passes):
                 checked = self._checked(batch, behind["taken"])
                 if self.keep:
                     with self._lock:
-                        remembered = Remembered(behind["taken"], behind, fingerprint(checked))
-                        self._remembered.append(remembered)
+                        self._remembered.append((behind, fingerprint(checked)))
                 yield checked
-
-    @contextlib.contextmanager
-    def _errors_kept(self) -> Iterator[None]:
-        """Context manager: remembers an error of the source; TensorFlow keeps only its text."""
-        self.error = None
-        try:
-            yield
-        except Exception as error:
+        except Exception as error:  # TensorFlow keeps only its text
             self.error = error
             raise
 

@@ -6,6 +6,7 @@ Each batch comes with its place: JSON types from which another process can read 
 
 import abc
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
@@ -43,17 +44,19 @@ class Source(abc.ABC):
         """Returns the first batches, at most `count`, which are read again later."""
 
     @abc.abstractmethod
-    def read(self, place: Place | None, *, keep: bool = False) -> Iterator[Placed]:
-        """Yields batches forever, each with the place behind it.
+    def read(
+        self, place: Place | None, *, keep: bool = False, passes: float = math.inf
+    ) -> Iterator[Placed]:
+        """Yields batches, each with the place behind it.
 
         Args:
             place: where to begin; None for the beginning.
             keep: whether the places will be saved.
-        """
+            passes: the number of passes to read, counted from the beginning.
 
-    @abc.abstractmethod
-    def read_once(self) -> Iterator[Any]:
-        """Yields the batches of one pass."""
+        Raises:
+            EmptyPassError: if there is nothing to read in a pass.
+        """
 
     def why_empty(self, number: int) -> str:
         """Returns why there is nothing to read in a pass, counted from 1, for an error."""
@@ -93,12 +96,16 @@ class IndexedSource(Source):
         """Returns the number of batches in the current pass, at least 2^62 for an endless one."""
         return 2**62 if self.length is None else self.length
 
-    def read(self, place: Place | None, *, keep: bool = False) -> Iterator[Placed]:
-        """Yields batches forever; see `Source`."""
+    def read(
+        self, place: Place | None, *, keep: bool = False, passes: float = math.inf
+    ) -> Iterator[Placed]:
+        """Yields batches; see `Source`."""
         del keep
         taken = left = place["taken"] if place else 0
-        for number in itertools.count():
+        number = 0
+        while number < passes:
             self.begin_pass(number)
+            number += 1
             start = min(left, self.size())
             left -= start
             if start < self.size():
@@ -111,14 +118,8 @@ class IndexedSource(Source):
                     yield batch, {"taken": taken}
             else:
                 if not start:
-                    raise EmptyPassError(self.why_empty(number + 1))
+                    raise EmptyPassError(self.why_empty(number))
                 self.end_pass()
-
-    def read_once(self) -> Iterator[Any]:
-        """Yields the batches of one pass."""
-        self.begin_pass(0)
-        yield from self.batches_from(0)
-        self.end_pass()
 
 
 class ListSource(IndexedSource):
@@ -204,15 +205,17 @@ class IterableSource(Source):
         for batch in iterator:
             yield batch, self.state(iterator) if keep else None
 
-    def read(self, place: Place | None, *, keep: bool = False) -> Iterator[Placed]:
-        """Yields batches forever; see `Source`."""
+    def read(
+        self, place: Place | None, *, keep: bool = False, passes: float = math.inf
+    ) -> Iterator[Placed]:
+        """Yields batches; see `Source`."""
         taken = place["taken"] if place else 0
         number, resumed = 0, None
         if place and place.get("state") is not None:
             number, resumed, skip = place["pass"], place, 0
         else:
             taken, skip = 0, taken
-        while True:
+        while number < passes:
             found = 0
             for batch, state in self.one_pass(number, resumed, keep=keep):
                 found += 1
@@ -222,11 +225,6 @@ class IterableSource(Source):
             if not found and resumed is None:
                 raise EmptyPassError(self.why_empty(number + 1))
             number, resumed = number + 1, None
-
-    def read_once(self) -> Iterator[Any]:
-        """Yields the batches of one pass."""
-        for batch, _ in self.one_pass(0, None, keep=False):
-            yield batch
 
 
 class OneShotSource(IterableSource):

@@ -8,11 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
-from strategies.division import count_examples, known_examples
+from strategies.division import count_examples
 from trainer.base.autograph import call_user
 from trainer.evaluation.passes import compiled_pass, keys_of, next_source, without_writes
-from trainer.step.accumulate import real_rows
-from trainer.step.losses import assert_shapes
+from trainer.step.accumulate import real_outputs
 from trainer.step.plan import StepPlan
 
 
@@ -97,27 +96,4 @@ def replica_predict(
     outputs = compiled_pass(run, plan.strategy) if compiles else run()
     if plan.global_loss and plan.strategy.num_replicas_in_sync == 1:  # rows may not be examples
         return outputs
-    with tf.control_dependencies(check_rows(outputs, share)):
-        return real_rows(outputs, share)
-
-
-def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
-    """Raises ValueError unless outputs have one row for each example.
-
-    Returns:
-        What checks the numbers of rows that are known only when the graph runs.
-    """
-    examples, checks = known_examples(share.batch), []
-    held, real = tf.shape(share.weights)[0], share.examples
-    wrong = "`predict_batch` must return tensors with one row per example; got"
-    for leaf in tf.nest.flatten(outputs):
-        if tf.TensorShape(getattr(leaf, "shape", [])).rank == 0:  # None has no shape
-            raise ValueError(f"{wrong} {leaf}")
-        rows = known_examples(leaf)
-        if None in (rows, examples):
-            count = count_examples(leaf)
-            message = [wrong, count, "rows for", real, "examples"]
-            checks += assert_shapes((count == held) | (count == real), message)
-        elif rows != examples:
-            raise ValueError(f"{wrong} shape {leaf.shape} for {examples}")
-    return checks
+    return real_outputs(outputs, share, "predict_batch")

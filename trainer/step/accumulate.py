@@ -64,7 +64,7 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     ) -> tuple[tf.Tensor, tuple[Contribution, NonfiniteFlags], Values, Values, Rows]:
         now = microbatch_inputs(inputs, index)
         result = differentiate(now)
-        rows = real_aux(result.rows, now.share)
+        rows = real_outputs(result.rows, now.share, "compute_loss")
         return (
             index + 1,
             tf.nest.map_structure(tf.add, total, (present(result.contribution), result.nonfinite)),
@@ -135,7 +135,7 @@ def real_examples(share: strategies.Share, aux: Tree) -> tuple[Batch, Tree]:
     """Returns a replica's examples and their aux, without the placeholder row of an empty share."""
     if tf.distribute.get_replica_context().num_replicas_in_sync == 1:  # nothing was divided
         return share.batch, aux
-    return real_rows(share.batch, share), real_aux(aux, share)
+    return real_rows(share.batch, share), real_outputs(aux, share, "compute_loss")
 
 
 def real_rows(tree: Tree, share: strategies.Share) -> Tree:
@@ -145,30 +145,34 @@ def real_rows(tree: Tree, share: strategies.Share) -> Tree:
     return cut_rows(tree, 0, share.examples)
 
 
-def real_aux(aux: Tree, share: strategies.Share) -> Tree:
-    """Cuts aux, and losses, to the real examples, as `real_rows` does.
+def real_outputs(outputs: Tree, share: strategies.Share, method: str) -> Tree:
+    """Cuts what a method returned for a share to the real examples, as `real_rows` does.
+
+    Args:
+        outputs: tensors, in any structure.
+        share: the share.
+        method: name of the method, for errors.
 
     Raises:
         ValueError: if there is not a row per example.
         tf.errors.InvalidArgumentError: the same, when the graph runs.
     """
-    examples = known_examples(share.weights)
+    examples, checks = known_examples(share.weights), []
     message = (
-        "`compute_loss` must return aux with one row per example where batches are divided; got "
-        f"shapes {shapes_in(aux)} for {'the' if examples is None else examples} examples"
+        f"`{method}` must return one row per example where batches are divided; got shapes "
+        f"{shapes_in(outputs)} for {'the' if examples is None else examples} examples"
     )
-    for leaf in tf.nest.flatten(aux):
+    # The placeholder row may be there, or may have been cut from the parts already.
+    held, real = tf.shape(share.weights)[0], share.examples
+    for leaf in tf.nest.flatten(outputs):
         rows = known_examples(leaf)
         if static_shape(leaf).rank == 0 or (None not in (rows, examples) and rows != examples):
             raise ValueError(message)
-    if tf.get_static_value(share.examples):
-        return aux
-    # The placeholder row may be there, or may have been cut from the parts already.
-    held, real = tf.shape(share.weights)[0], share.examples
-    counts = map(count_examples, tf.nest.flatten(aux))
-    checks = [assert_shapes((count == held) | (count == real), [message]) for count in counts]
-    with tf.control_dependencies([check for pair in checks for check in pair]):
-        return real_rows(aux, share)
+        if None in (rows, examples):
+            count = count_examples(leaf)
+            checks += assert_shapes((count == held) | (count == real), [message])
+    with tf.control_dependencies(checks):
+        return real_rows(outputs, share)
 
 
 def present(contribution: Contribution) -> Contribution:

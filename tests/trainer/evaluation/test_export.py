@@ -154,12 +154,6 @@ def test_a_difference_is_infinite_where_one_of_two_numbers_is_not_finite(ours, t
     assert (found == 0) == all(same)
 
 
-def test_text_is_compared_as_it_is():
-    """A key that a model passes on."""
-    assert difference(np.array([b"a", b"b"], object), np.array([b"a", b"b"], object)) == 0
-    assert difference(np.array([b"a", b"b"], object), np.array([b"a", b"c"], object)) == np.inf
-
-
 def test_other_formats_and_precisions_are_refused(run):
     """The suffix and the precision are checked before anything is written."""
     with pytest.raises(ValueError, match="`path` must"):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
+from helpers import linear_model
 
 import strategies
 from trainer import Trainer
@@ -17,40 +17,6 @@ from trainer.base.tracking import read_copies, tracked_variables
 from trainer.evaluation.passes import compiled_pass
 
 pytestmark = pytest.mark.sampled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_an_evaluation_does_not_advance_seed_generators(mirrored, replicas):
-    """Evaluations and predictions during training do not change what training draws from the model's
-    seed generators, because they write to no variable.
-    """
-
-    class Noisy(Linear):
-        def build_model(self):
-            model = linear_model()
-            model.noise = keras.random.SeedGenerator(5)
-            return model
-
-        def compute_loss(self, batch, training):
-            noise = keras.random.normal([], seed=self.model.noise)
-            return super().compute_loss(batch, training) * noise
-
-        def predict_batch(self, batch):
-            return super().predict_batch(batch) * keras.random.normal([], seed=self.model.noise)
-
-    strategy = mirrored(replicas) if replicas > 1 else "default"
-    data = slopes(*[1.0] * replicas)
-    undisturbed = Noisy(strategy=strategy, seed=0, verbose=False)
-    undisturbed.train(data, steps=4, global_batch=replicas)
-    disturbed = Noisy(strategy=strategy, seed=0, verbose=False)
-    for steps in (2, 4):
-        disturbed.train(data, steps=steps, global_batch=replicas)
-        disturbed.evaluate(data, global_batch=replicas)
-        disturbed.predict(data["x"], global_batch=replicas)
-
-    assert undisturbed.weight == disturbed.weight != 1.0
-    assert_same_bits(all_copies(undisturbed), all_copies(disturbed))
 
 
 class Centred(tf.Module):

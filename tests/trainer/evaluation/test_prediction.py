@@ -97,7 +97,7 @@ def test_a_number_of_rows_that_is_known_late_is_checked():
     trainer.predict_batch = lambda x: tf.boolean_mask(
         trainer.model(x), x[:, 0] > np.median(X[:, 0])
     )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one row per example; got"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="`predict_batch` must"):
         trainer.predict(X, global_batch=11)
 
     trainer = classifier()

@@ -498,17 +498,6 @@ def test_outputs_without_a_last_dimension_are_refused(loss):
         example_losses(loss, tf.ones([3]), tf.zeros([3]))
 
 
-def test_outputs_without_a_last_dimension_are_aligned_with_labels_that_have_one():
-    """As in Keras; a function of the user's own gets both as they are."""
-    labels, outputs = tf.constant([[1.0], [2.0]]), tf.constant([0.0, 5.0])
-    assert example_losses(keras.losses.MeanSquaredError(), labels, outputs).numpy().tolist() == [
-        1.0,
-        9.0,
-    ]
-    own = example_losses(lambda y, p: (y - p) ** 2, labels[:, 0], outputs)
-    assert own.numpy().tolist() == [1.0, 9.0]
-
-
 class Counting(keras.losses.Loss):
     """Counts the calls of its function, as a loss whose weight rises from step to step does."""
 

@@ -3,17 +3,14 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from trainer import Losses as Factors
 from trainer import Monitoring, Trainer
-from trainer.losses.outputs import OutputLosses
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=[12, 3]).astype(np.float32)
 Y = {"a": RNG.normal(size=[12, 2]).astype(np.float32), "b": RNG.integers(0, 3, 12)}
 LOSSES = {"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
-MSE = keras.losses.get("mse")
 WEIGHTS = {"a": 0.25, "b": np.int64(2)}
 
 
@@ -118,20 +115,6 @@ def test_an_output_without_a_loss_may_be_a_key(num_microbatches):
     assert all(names == ["float32", "int64", "string"] for names in seen)
     np.testing.assert_array_equal(found[0], numbers)
     np.testing.assert_array_equal(found[1], texts.astype("S"))
-
-
-@pytest.mark.parametrize(
-    ("losses", "y", "outputs"),
-    [
-        (OutputLosses({"a": MSE}, {"a": 1.0}), {"a": tf.ones([2, 1])}, [tf.ones([2, 1])]),
-        (OutputLosses({0: MSE}, {0: 1.0}, count=2), tf.ones([2, 1]), [tf.ones([2, 1])] * 2),
-    ],
-    ids=["outputs", "labels"],
-)
-def test_another_structure_is_refused(losses, y, outputs):
-    """Nothing else tells which label belongs to which output."""
-    with pytest.raises(ValueError, match="`loss_fn` must have the structure"):
-        losses(y, outputs)
 
 
 def one_or_two(form):
@@ -288,28 +271,3 @@ def test_metrics_that_fit_no_output_are_refused(metrics):
     """By another structure, a name that no output has, and a name that stands twice."""
     with pytest.raises(ValueError, match="`metrics` must"):
         trainer_of(dict, metrics).evaluate((X, Y), global_batch=12)
-
-
-def test_functions_are_metrics_of_outputs():
-    """They are logged as OUTPUT_FUNCTION."""
-
-    def near(labels, outputs):
-        return tf.cast(tf.abs(labels - outputs) < 1.0, tf.float32)
-
-    inputs = keras.Input([2])
-    outputs = {name: keras.layers.Dense(1)(inputs) for name in ("a", "b")}
-    trainer = Trainer(
-        model=lambda: keras.Model(inputs, outputs),
-        optimizer="sgd",
-        loss_fn={"a": "mse", "b": "mae"},
-        metrics={"a": near, "b": [near, "mse"]},
-        verbose=False,
-    )
-    x, y = np.ones([4, 2], np.float32), np.zeros([4, 1], np.float32)
-    data = (x, {"a": y, "b": y})
-    trainer.train(data, steps=1, global_batch=4)
-    found = trainer.evaluate(data, global_batch=4)
-    predictions = trainer.predict(x, global_batch=4)
-    assert {"a_near", "b_near", "b_mse"} < set(found)
-    for name in ("a", "b"):
-        assert found[f"{name}_near"] == np.mean(np.abs(predictions[name]) < 1.0)
