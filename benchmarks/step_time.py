@@ -140,18 +140,6 @@ def fastest(kind, turns):
     )
 
 
-def times(cells):
-    """Returns a table of medians in milliseconds per step, one row per cell."""
-    names = ["fit", "fit, 20 steps a call", "fit, XLA", "fit, both"]
-    names += ["by hand, plain", "by hand, XLA"]
-    names += [f"ours, {NAMES[mode]}" for mode in MEASURED] + ["PyTorch"]
-    rows = [["model, dtype", *names]]
-    for title, cell in cells.items():
-        found = {name: statistics.median(turns) for name, turns in cell["millisecs"].items()}
-        rows.append([title, *(f"{found[name]:.3g}" if name in found else "" for name in names)])
-    return table(rows)
-
-
 def ratios(device, cells):
     """Returns a table of ratios of the trainer, in its default mode, to the others."""
     head = ["model, dtype", "default", "against our best mode", "against `fit`", "against PyTorch"]
@@ -205,9 +193,7 @@ def main(_):
     by_title = {f"{model}, {dtype}": f"--cell={model},{dtype}" for model, dtype in cells}
     results = measured_into(RESULTS, by_title, device(), FLAGS.jobs)
     text = "\n\n".join(
-        f"### {name}\n\n{times(cells)}\n\n{ratios(name, cells)}"
-        for name, cells in results.items()
-        if cells
+        f"### {name}\n\n{ratios(name, cells)}" for name, cells in results.items() if cells
     )
     write_between(PAGE, "step_time.py", text)
     print(text)

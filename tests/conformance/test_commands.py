@@ -28,7 +28,6 @@ NOT_RUN = {
             "python benchmarks/all_reduce.py",
             "python benchmarks/start_up.py",
             "python benchmarks/step_time.py",
-            "python benchmarks/verdict.py",
         ),
         "takes minutes, and its figures mean nothing on a busy machine",
     ),

@@ -229,19 +229,6 @@ def test_layers_of_every_kind():
         )
 
 
-def test_training_reaches_keras_layers():
-    """`training` is passed to Keras layers; the default is True."""
-    layers = [keras.layers.Dropout(0.5)]
-    inference, training, default = (
-        float(layerwise_gradients(layers, tf.ones([100]), tf.reduce_sum, **keywords).loss)
-        for keywords in ({"training": False}, {"training": True}, {})
-    )
-
-    assert inference == 100
-    assert training != 100
-    assert default != 100
-
-
 def test_a_layer_that_is_trained_twice_is_an_error():
     """Its two gradients would have different scales. A layer without weights may occur twice."""
     layer, relu = keras.layers.Dense(2), keras.layers.ReLU()

@@ -49,14 +49,6 @@ def test_replicas_that_exchange_one_shape():
     assert_capabilities(other, num_replicas=2)
 
 
-def test_a_single_worker_exchanges_nothing(monkeypatch):
-    """A job of one worker with one replica takes batches of any size."""
-    kind = type(tf.distribute.get_strategy())
-    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", kind)
-
-    assert_capabilities(tf.distribute.get_strategy(), multi_worker=True)
-
-
 def test_a_tpu_decides_in_each_replica():
     """The cores of a TPU are replicas that decide within their own program."""
     assert_capabilities(

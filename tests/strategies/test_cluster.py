@@ -2,9 +2,6 @@
 
 import http.server
 import json
-import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -98,34 +95,3 @@ def test_a_pod_that_is_not_a_worker_is_an_error(kubernetes):
     del kubernetes
     with pytest.raises(ValueError, match=r"^`NODE_IP`"):
         strategies.find_cluster()
-
-
-SERVER = """
-import sys
-import tensorflow as tf
-
-port = sys.argv[1]
-server = tf.distribute.Server({"worker": [f"127.0.0.1:{port}"]})
-here = [
-    line.split()[1].partition(":")
-    for kind in ("tcp", "tcp6")
-    for line in open(f"/proc/net/{kind}").readlines()[1:]
-]
-print({host for host, _, number in here if int(number, 16) == int(port)})
-"""
-
-
-@pytest.mark.slow
-def test_a_server_of_tensorflow_listens_on_all_addresses(tmp_path):
-    """Although its cluster says 127.0.0.1; docs/security.md warns of it, and is to be changed if
-    TensorFlow changes.
-    """
-    program = tmp_path / "server.py"
-    program.write_text(SERVER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, str(program), port]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-
-    assert said.stdout.strip() in (str({"0" * 32}), str({"0" * 8}))
