@@ -140,26 +140,6 @@ def test_evaluate_with_no_output():
     assert set(runner().evaluate(dataset())) == {"loss"}
 
 
-def test_several_evaluation_sets():
-    """Orbit nests the results of two datasets in one evaluation. Here a dict of datasets gives names
-    with a slash (test_evaluate_with_nested_summaries).
-    """
-    trainer = Trainer(
-        model=runner().build_model,
-        optimizer="sgd",
-        loss_fn="mse",
-        metrics=lambda: {"accuracy": keras.metrics.CategoricalAccuracy()},
-        verbose=False,
-    )
-    found = trainer.evaluate({"once": dataset(), "twice": dataset().repeat(2)})
-
-    assert found.keys() == {
-        f"{at}/{name}" for at in ("once", "twice") for name in ("loss", "accuracy")
-    }
-    assert found["once/loss"] == found["twice/loss"]
-    assert found["once/accuracy"] == found["twice/accuracy"]
-
-
 @pytest.mark.thorough
 def test_early_stop_on_eval_loss():
     """An action that evaluates and stops ends a run before its target (test_early_stop_on_eval_loss)."""
@@ -172,15 +152,6 @@ def test_early_stop_on_eval_loss():
     summary = runner(callbacks=actions).train(dataset(), steps=40)
 
     assert summary.step < 40
-
-
-@pytest.mark.thorough
-def test_new_datasets_between_calls():
-    """`train` may be called again with other data (test_train_and_evaluate_reset_datasets)."""
-    trainer = runner()
-    for target in (4, 8):
-        data = dataset().repeat(100)
-        assert trainer.train(data, steps=target, eval_data=data.take(2)).step == target
 
 
 class Summaries(Runner):
@@ -264,66 +235,6 @@ def test_standard_evaluator():
 
     assert trainer.evaluate(data)["loss"] == 4.5
     assert [trainer.evaluate(data.take(5))["loss"] for _ in range(2)] == [2.0, 2.0]
-
-
-@pytest.mark.thorough
-def test_conditional_action():
-    """A condition is an `if` in the action; an error in it ends the run (test_conditional_action)."""
-
-    def fail_at_six(trainer):
-        if trainer.totals.attempted == 6:
-            raise AssertionError("six")
-
-    with pytest.raises(AssertionError, match="six"):
-        runner(callbacks=[Action(fail_at_six, every_steps=2)]).train(dataset(), steps=10)
-
-
-class Scripted(Runner):
-    """Its evaluations return what `script` says."""
-
-    script = (2.0, 1.0, 2.0, 0.0)
-
-    def __init__(self, **arguments):
-        """Creates the variable that an evaluation returns."""
-        super().__init__(**arguments)
-        self.result = tf.Variable(0.0)
-
-    def on_loop_begin(self, step):
-        """Sets the result of the evaluation after this loop of two steps."""
-        self.result.assign(self.script[step // 2])
-
-    def eval_step(self, batch):
-        """The result, with a weight of 1."""
-        return self.result.read_value(), tf.constant(1.0)
-
-
-def best_steps(model_dir):
-    """The steps of the exported best models."""
-    return sorted(int(path.name.split("-")[1]) for path in (model_dir / "best").glob("step-*"))
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("best_is", "expected"),
-    [("lowest", [4, 8]), pytest.param("highest", [2, 6], marks=pytest.mark.slow)],
-)
-def test_new_best_metric(tmp_path, best_is, expected):
-    """An evaluation that is better is kept, one that is equal or worse is not, and a new process goes
-    on from the best one (test_new_best_metric_..., test_json_persisted_value...,
-    test_export_file_manager_..., test_export_saved_model).
-    """
-    settings = {
-        "model_dir": tmp_path,
-        "checkpoints": Checkpoints(keep_best=2, best_is=best_is),
-        "steps_per_loop": 2,
-        "verbose": False,
-        "jit_compile": False,
-    }
-    for target in (6, 8):  # a new process for the last evaluation
-        Scripted(**settings).train(dataset(), steps=target, eval_data=dataset(), eval_interval=2)
-
-    assert best_steps(tmp_path) == expected
 
 
 @pytest.mark.slow

@@ -176,19 +176,6 @@ MASK = {"expected": {"float16": FAULT}, "because": "a mask beyond float16's rang
 ELECTRA = {key.replace("vocabulary", "vocab"): size for key, size in TINY.items()}
 RWKV = {"hidden_size": 16, "head_size": 4, "gate_lora": 8, "mv_lora": 8, "aaa_lora": 8}
 FALCON = {key: TINY[key] for key in ("vocabulary_size", "num_layers", "hidden_dim")}
-SMOL = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "rope_layer_enabled_list": [True, True],
-    "layer_types": ["attention", "attention"],
-    "mlp_bias": False,
-    "layer_norm_epsilon": 1e-5,
-    "max_position_embeddings": 16,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 1.0,
-}
 
 LANGUAGE = [
     classifier("BERT", "Bert", ALL, fields=CI, **SHORT),
@@ -258,7 +245,6 @@ LANGUAGE = [
     generator("BLOOM", "Bloom", **TINY),
     generator("Falcon", "Falcon", **FALCON, num_attention_heads=4, intermediate_dim=32),
     generator("Phi-3", "Phi3", **GROUPED),
-    generator("SmolLM3", "SmolLM3", **SMALL, **SMOL),
     generator(
         "RWKV-7",
         "RWKV7",

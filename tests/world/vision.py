@@ -1,6 +1,5 @@
 """Models of images of KerasHub, in tiny configurations with random weights."""
 
-import functools
 import importlib
 
 import keras
@@ -27,7 +26,6 @@ CI = {"in_ci": True}
 NORMALIZED = {"shares": True}  # by BatchNorm
 PROMPTS = "its prompt encoder multiplies float16 by float32"
 BOTH = "its BatchNorm and its loss both mix examples, each in its own way"
-RANGE = "makes a range of float16, which TensorFlow cannot"
 
 
 def entry(name, model, batch=images, **fields):
@@ -180,18 +178,13 @@ def pairs(random):
 
 
 def with_own_loss(model, batch, training, gather):
-    """The loss that a detector computes from all of a batch."""
+    """The loss that a detector computes from all of a batch; Keras divides it by the number of replicas."""
     x, y = batch
     outputs = model(x, training=training)
     x, y, outputs = gather((x, y, outputs))
     outputs = tf.nest.map_structure(lambda leaf: tf.cast(leaf, tf.float32), outputs)
-    return model.compute_loss(x, y, outputs, None)
-
-
-def with_mean_loss(model, batch, training, gather):
-    """The same for a loss of Keras, which Keras divides by the number of replicas."""
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    return replicas * with_own_loss(model, batch, training, gather)
+    return replicas * model.compute_loss(x, y, outputs, None)
 
 
 def retinanet():
@@ -230,8 +223,8 @@ def retinanet():
     return entry(
         "RetinaNet",
         model,
-        functools.partial(boxes, scale=32.0),
-        loss=with_mean_loss,
+        boxes,
+        loss=with_own_loss,
         optimizer=lambda: keras.optimizers.SGD(1e-3),
         coupled=True,
         expected={"replicas": TRAINS},
@@ -239,79 +232,12 @@ def retinanet():
     )
 
 
-def boxes(random, size=32, scale=1.0):
+def boxes(random, size=32, scale=32.0):
     """Images and two boxes in each."""
     corners = random.uniform(0, 0.5, size=[EXAMPLES, 2, 2])
     found = np.concatenate([corners, corners + random.uniform(0.2, 0.5, [EXAMPLES, 2, 2])], -1)
     labels = {"boxes": (scale * found).astype("float32"), "labels": classes(random, [2])}
     return images(random, size), labels
-
-
-def d_fine():
-    """A detector whose queries are matched with boxes by the Hungarian method."""
-
-    def model():
-        encoder = hub(
-            "HGNetV2Backbone",
-            stem_channels=[3, 8, 8],
-            stackwise_stage_filters=[[8, 8, 16, 1, 1, 3], [16, 8, 32, 1, 1, 3]],
-            apply_downsample=[False, True],
-            use_lightweight_conv_block=[False, False],
-            depths=[1, 1],
-            hidden_sizes=[16, 32],
-            embedding_size=8,
-            use_learnable_affine_block=True,
-            hidden_act="relu",
-            image_shape=(32, 32, 3),
-            out_features=["stage1", "stage2"],
-        )
-        backbone = hub(
-            "DFineBackbone",
-            backbone=encoder,
-            decoder_in_channels=[16, 16],
-            encoder_hidden_dim=16,
-            num_denoising=0,
-            num_labels=CLASSES,
-            hidden_dim=16,
-            learn_initial_query=False,
-            num_queries=10,
-            anchor_image_size=(32, 32),
-            feat_strides=[4, 8],
-            num_feature_levels=2,
-            encoder_in_channels=[16, 32],
-            encode_proj_layers=[1],
-            num_attention_heads=2,
-            encoder_ffn_dim=32,
-            num_encoder_layers=1,
-            hidden_expansion=0.5,
-            depth_multiplier=0.5,
-            eval_idx=-1,
-            num_decoder_layers=2,
-            decoder_attention_heads=2,
-            decoder_ffn_dim=32,
-            decoder_n_points=[2, 2],
-            lqe_hidden_dim=16,
-            num_lqe_layers=2,
-            out_features=["stage1", "stage2"],
-            image_shape=(32, 32, 3),
-            seed=0,
-        )
-        return hub(
-            "DFineObjectDetector",
-            backbone=backbone,
-            num_classes=CLASSES,
-            bounding_box_format="yxyx",
-        )
-
-    return entry(
-        "D-FINE",
-        model,
-        boxes,
-        loss=with_own_loss,
-        coupled=True,
-        expected={"float16": FAULT, "replicas": TRAINS},
-        because=f"{BOTH}; {RANGE}",
-    )
 
 
 def sam():
@@ -444,98 +370,9 @@ MIT = {
     "layerwise_strides": [4, 2],
 }
 PATCHES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16}
-RESNET = {
-    "input_conv_filters": [64],
-    "input_conv_kernel_sizes": [3],
-    "stackwise_num_filters": [64, 64],
-    "stackwise_num_blocks": [1, 1],
-    "stackwise_num_strides": [1, 2],
-}
-EFFICIENT = {
-    "stackwise_kernel_sizes": [3, 3],
-    "stackwise_num_repeats": [1, 2],
-    "stackwise_input_filters": [8, 16],
-    "stackwise_output_filters": [16, 16],
-    "stackwise_expansion_ratios": [1, 4],
-    "stackwise_squeeze_and_excite_ratios": [0.25, 0.25],
-    "stackwise_strides": [1, 2],
-    "stackwise_force_input_filters": [0, 0],
-    "stackwise_nores_option": [False, False],
-    "width_coefficient": 1.0,
-    "depth_coefficient": 1.0,
-    "dropout": 0.0,
-}
-MOBILE = {
-    "stackwise_expansion": [[16, 16]],
-    "stackwise_num_blocks": [2],
-    "stackwise_num_filters": [[8, 8]],
-    "stackwise_kernel_size": [[3, 3]],
-    "stackwise_num_strides": [[2, 1]],
-    "stackwise_se_ratio": [[None, 0.25]],
-    "stackwise_activation": [["relu", "hard_swish"]],
-    "stackwise_padding": [[1, 1]],
-    "output_num_filters": 32,
-    "input_activation": "hard_swish",
-    "output_activation": "hard_swish",
-    "input_num_filters": 8,
-    "depthwise_filters": 8,
-    "depthwise_stride": 2,
-    "depthwise_residual": False,
-    "squeeze_and_excite": 0.5,
-    "last_layer_filter": 32,
-}
-CSP = {
-    "stem_filters": 8,
-    "stem_kernel_size": 3,
-    "stem_strides": 1,
-    "stackwise_strides": 2,
-    "stackwise_depth": [1, 1],
-    "stackwise_num_filters": [8, 16],
-    "down_growth": True,
-    "bottle_ratio": (0.5, 1.0),
-    "block_ratio": (1.0, 0.5),
-    "expand_ratio": (2.0, 1.0),
-    "block_type": "dark_block",
-    "stage_type": "csp",
-    "stem_padding": "same",
-}
-HGNET = {
-    "stem_channels": [3, 8, 8],
-    "stackwise_stage_filters": [[8, 8, 16, 1, 1, 3], [16, 8, 32, 1, 1, 3]],
-    "apply_downsample": [False, True],
-    "use_lightweight_conv_block": [False, False],
-    "depths": [1, 1],
-    "hidden_sizes": [16, 32],
-    "embedding_size": 8,
-    "use_learnable_affine_block": False,
-    "hidden_act": "relu",
-    "out_features": ["stem", "stage1", "stage2"],
-}
-DINO = {
-    "patch_size": 8,
-    "num_layers": 2,
-    "hidden_dim": 16,
-    "num_heads": 2,
-    "intermediate_dim": 32,
-    "layer_scale_init_value": 1.0,
-    "num_register_tokens": 0,
-    "use_swiglu_ffn": False,
-    "image_shape": (16, 16, 3),
-}
-WINDOWS = {"patch_size": 2, "window_size": 2}
-VIT_DET = {
-    "hidden_size": 16,
-    "num_layers": 2,
-    "global_attention_layer_indices": [1],
-    "intermediate_dim": 32,
-    "num_heads": 2,
-    "num_output_channels": 8,
-    "image_shape": (16, 16, 3),
-}
 
 VISION = [
     classifier("ViT", "ViT", patch_size=(8, 8), mlp_dim=32, **PATCHES, fields=CI),
-    classifier("DeiT", "DeiT", patch_size=8, intermediate_dim=32, **PATCHES, dropout_rate=0.0),
     classifier(
         "Swin",
         "SwinTransformer",
@@ -549,69 +386,21 @@ VISION = [
     classifier(
         "ResNet",
         "ResNet",
-        **RESNET,
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[3],
+        stackwise_num_filters=[64, 64],
+        stackwise_num_blocks=[1, 1],
+        stackwise_num_strides=[1, 2],
         block_type="basic_block",
         use_pre_activation=False,
         fields=NORMALIZED | CI,
     ),
-    classifier(
-        "ResNet V2",
-        "ResNet",
-        **RESNET,
-        block_type="bottleneck_block",
-        use_pre_activation=True,
-        fields=NORMALIZED,
-    ),
-    classifier(
-        "DenseNet",
-        "DenseNet",
-        32,
-        stackwise_num_repeats=[1, 1, 1],
-        compression_ratio=0.5,
-        growth_rate=4,
-        fields=NORMALIZED,
-    ),
-    classifier(
-        "EfficientNet",
-        "EfficientNet",
-        **EFFICIENT,
-        stackwise_block_types=["v1", "v1"],
-        fields=NORMALIZED,
-    ),
-    classifier(
-        "EfficientNet V2",
-        "EfficientNet",
-        **EFFICIENT,
-        stackwise_block_types=["fused", "unfused"],
-        fields=NORMALIZED,
-    ),
-    classifier("MobileNet V3", "MobileNet", **MOBILE, fields=NORMALIZED),
-    classifier(
-        "Xception",
-        "Xception",
-        32,
-        stackwise_conv_filters=[[8, 16], [16, 16]],
-        stackwise_pooling=[True, False],
-        fields=NORMALIZED,
-    ),
-    classifier(
-        "VGG",
-        "VGG",
-        stackwise_num_repeats=[1],
-        stackwise_num_filters=[8],
-        head={"pooling_hidden_dim": 16},
-    ),
-    classifier("CSPNet", "CSPNet", **CSP, fields=NORMALIZED),
-    classifier("HGNet V2", "HGNetV2", 32, head={"preprocessor": None}, **HGNET, fields=NORMALIZED),
-    entry("DINOv2", lambda: hub("DINOV2Backbone", **DINO), loss=to_waves()),
-    entry("ViTDet", lambda: hub("ViTDetBackbone", **VIT_DET, **WINDOWS), loss=to_waves()),
     segmenter("DeepLab V3", deeplab, 32, shares=True),
     segmenter("SegFormer", segformer, 32, shares=True),
     clip(),
     siglip(),
     sam(),
     retinanet(),
-    d_fine(),
     pali_gemma(),
     autoencoder(),
 ]
