@@ -28,7 +28,7 @@ from trainer.losses.outputs import (
     with_output_names,
 )
 from trainer.losses.settings import Losses
-from trainer.losses.value_checks import LabelRange, label_ranges
+from trainer.losses.value_checks import Rule, label_rules
 from trainer.run.resolve import resolve_loss
 from trainer.step.checks import check_own_steps
 from trainer.step.gather import all_gather, own_rows
@@ -242,12 +242,12 @@ class Task:
             weights = example_weights(self._loss_fn, y, sample_weight, mask)
         return ones(batch) if weights is None else weights
 
-    def label_ranges(self, batch: Batch) -> list[LabelRange]:
-        """Returns the ranges of a batch's labels, if `loss_fn` is a cross-entropy of Keras."""
+    def label_rules(self, batch: Batch) -> list[Rule]:
+        """Returns the rules of a batch's labels, if `loss_fn` is a cross-entropy of Keras."""
         if self._loss_fn is None or not isinstance(batch, tuple) or len(batch) not in (2, 3):
             return []
         x, y, _ = self._unpack(batch)
-        return label_ranges(self._loss, y, lambda: self._compared(self._output_spec(x)))
+        return label_rules(self._loss, y, lambda: self._compared(self._output_spec(x)))
 
     def _output_spec(self, x: Batch) -> Any:
         """Returns what the model returns for inputs like `x`, as symbolic tensors."""

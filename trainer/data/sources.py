@@ -203,18 +203,11 @@ def is_source(data: Any) -> bool:
         return True
     if callable(data) and not hasattr(data, "__iter__"):
         return takes_nothing(data)
-    if isinstance(data, list):
-        return is_list_of_batches(data)
+    if isinstance(data, list):  # of batches: tuples or dicts of arrays
+        return all(isinstance(item, tuple | dict) for item in data) and holds_arrays(data)
     if isinstance(data, tuple | dict | str | bytes) or is_array(data):
         return False
     return hasattr(data, "__iter__")
-
-
-def is_list_of_batches(data: list[Any]) -> bool:
-    """Returns whether a list holds batches: tuples or dicts of arrays."""
-    return bool(data) and all(
-        isinstance(item, tuple | dict) and holds_arrays(item) for item in data
-    )
 
 
 def takes_nothing(function: Callable[..., Any]) -> bool:

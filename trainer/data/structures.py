@@ -24,11 +24,6 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") or hasattr(value, "__array__")
 
 
-def is_pandas(value: Any) -> bool:
-    """Returns whether a value is a DataFrame or a Series. Does not import pandas."""
-    return type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "to_numpy")
-
-
 def is_torch(value: Any) -> bool:
     """Returns whether a value is a PyTorch tensor. Does not import PyTorch."""
     return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
@@ -70,7 +65,7 @@ def as_arrays(value: Any, argument: str = "data") -> Any:
 
 def as_array(value: Any, argument: str) -> Any:
     """Returns a leaf of `as_arrays` as an array or a tensor."""
-    if is_pandas(value):
+    if type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "to_numpy"):
         return from_pandas(value)
     if is_torch(value):
         return from_torch(value)

@@ -24,7 +24,6 @@ from trainer.losses.outputs import (
     OutputLosses,
     entries_by_name,
     key_of,
-    shape_of_output,
 )
 from trainer.losses.shapes import (
     ELEMENTWISE_METRICS,
@@ -72,10 +71,12 @@ def make_metrics(
         return metrics()  # type: ignore[no-any-return]  # checked by `build_metrics`
     if isinstance(loss_fn, OutputLosses):
         entries = entries_by_name(metrics, loss_fn, model, with_losses=with_losses)
+        by_key = loss_fn.found_in(getattr(model, "output", None)) or {}
+        shapes = {key: getattr(output, "shape", None) for key, output in by_key.items()}
         return {
             name: keras.metrics.Mean(name=name)
             if each is None
-            else made(each, name, loss_fn.losses.get(key), shape_of_output(model, key, loss_fn))
+            else made(each, name, loss_fn.losses.get(key), shapes.get(key))
             for name, (key, each) in entries.items()
         }
     if metrics is None:

@@ -68,17 +68,6 @@ def mask_of_outputs(model: Model, x: Any) -> tf.Tensor | None:
     """
     if not makes_masks(model):
         return None
-    traced = traced_mask(model, x)
-    return None if traced is None else traced(*tf.nest.flatten(x, expand_composites=True))
-
-
-def traced_mask(model: Model, x: Any) -> Any:
-    """Returns a function of the parts of some inputs that computes the mask; None without a mask.
-
-    Args:
-        model: the model.
-        x: inputs of the shapes and dtypes that the function takes.
-    """
     specs = tf.nest.map_structure(tf.type_spec_from_value, x)
     found: list[tf.Tensor | None] = []
 
@@ -98,7 +87,8 @@ def traced_mask(model: Model, x: Any) -> Any:
     if found[0] is None:
         return None
     arguments = traced.inputs[: -len(traced.captured_inputs) or None]
-    return traced.prune(arguments, traced.outputs[0])
+    pruned = traced.prune(arguments, traced.outputs[0])
+    return pruned(*tf.nest.flatten(x, expand_composites=True))
 
 
 def masked(

@@ -210,20 +210,11 @@ def metrics_by_output(metrics: Any, losses: OutputLosses) -> dict[Key, list[Any]
         raise ValueError(
             f"`metrics` must have the structure of `loss_fn`; got {type(metrics).__name__}"
         )
-    return {key: entry_of(each) for key, each in found.items()}
-
-
-def entry_of(metrics: Any) -> list[Any]:
-    """Returns the metrics of one output in a list."""
-    if metrics is None:
-        return []
-    return list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
-
-
-def shape_of_output(model: Any, key: Key, losses: OutputLosses) -> Any:
-    """Returns the static shape of a functional model's output, or None if it is not known."""
-    outputs = losses.found_in(getattr(model, "output", None)) or {}
-    return getattr(outputs.get(key), "shape", None)
+    in_lists = {
+        key: list(each) if isinstance(each, (list, tuple)) else [each]
+        for key, each in found.items()
+    }
+    return {key: [one for one in each if one is not None] for key, each in in_lists.items()}
 
 
 def prefix_of(model: Any, key: Key) -> str:

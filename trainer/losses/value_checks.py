@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -13,21 +13,14 @@ from trainer.losses.loss_fn import ignore_class_of
 from trainer.losses.outputs import OutputLosses
 from trainer.losses.shapes import LABELS_OF_LOSS, name_of
 
-
-class LabelRange(NamedTuple):
-    """The labels that one loss can take."""
-
-    name: str  # of the labels, for errors
-    labels: tf.Tensor
-    low: int
-    high: int
-    ignored: int | None  # a label outside of the range that does not count
+# What a batch must hold: whether it does, this in words, and numbers that were found instead.
+Rule: TypeAlias = tuple[tf.Tensor, str, Sequence[tf.Tensor]]
 
 
 def checked(
     step: Callable[[Any], Any],
     weights: Callable[[Any], tf.Tensor],
-    ranges: Callable[[Any], Sequence[LabelRange]],
+    label_rules: Callable[[Any], Sequence[Rule]],
 ) -> Callable[[Any], Any]:
     """Returns a step that raises InvalidArgumentError for a batch with wrong values.
 
@@ -36,13 +29,13 @@ def checked(
     Args:
         step: takes a global batch.
         weights: returns the weights of a batch's examples.
-        ranges: returns the ranges of a batch's labels.
+        label_rules: returns the rules of a batch's labels.
     """
 
     @without_autograph
     def checked_step(batch: Any) -> Any:
         own = {"example_weights": tf.convert_to_tensor(call_user(weights, batch))}
-        rules = [*finite(batch), *finite(own), *map(in_range, ranges(batch))]
+        rules = [*finite(batch), *finite(own), *label_rules(batch)]
         with tf.device("CPU:0"):  # where an error can name what was found
             checks = [
                 tf.raw_ops.Assert(condition=holds, data=[f"{MARK} {wanted}", *found])
@@ -52,10 +45,6 @@ def checked(
             return step(tf.nest.map_structure(tf.identity, batch, expand_composites=True))
 
     return checked_step
-
-
-# What a batch must hold: whether it does, this in words, and numbers that were found instead.
-Rule: TypeAlias = tuple[tf.Tensor, str, Sequence[tf.Tensor]]
 
 
 def finite(batch: Any) -> list[Rule]:
@@ -70,21 +59,29 @@ def finite(batch: Any) -> list[Rule]:
     return rules
 
 
-def in_range(labels: LabelRange) -> Rule:
-    """Returns the rule that labels are in their range."""
-    values = tf.nest.flatten(labels.labels, expand_composites=True)[0]
+def in_range(name: str, labels: Any, low: int, high: int, ignored: int | None = None) -> Rule:
+    """Returns the rule that labels are in a range.
+
+    Args:
+        name: of the labels, for errors.
+        labels: a tensor of any dtype.
+        low: the smallest label.
+        high: the largest label.
+        ignored: a label outside of the range that does not count.
+    """
+    values = tf.nest.flatten(labels, expand_composites=True)[0]
     # A bound such as 999 need not be a number of the labels' own dtype, such as uint8.
     values = tf.cast(values, tf.int64 if values.dtype.is_integer else tf.float64)
-    if labels.ignored is not None:
-        values = tf.where(values == labels.ignored, tf.cast(labels.low, values.dtype), values)
+    if ignored is not None:
+        values = tf.where(values == ignored, tf.cast(low, values.dtype), values)
     least, most = tf.reduce_min(values), tf.reduce_max(values)
-    right = (tf.size(values) == 0) | ((least >= labels.low) & (most <= labels.high))
-    wanted = f"{labels.name} from {labels.low} to {labels.high}; got a smallest and a largest of"
+    right = (tf.size(values) == 0) | ((least >= low) & (most <= high))
+    wanted = f"{name} from {low} to {high}; got a smallest and a largest of"
     return right, wanted, [least, most]
 
 
-def label_ranges(loss_fn: Any, y: Any, outputs: Callable[[], Any]) -> list[LabelRange]:
-    """Returns the ranges of a batch's labels, as far as they are known.
+def label_rules(loss_fn: Any, y: Any, outputs: Callable[[], Any]) -> list[Rule]:
+    """Returns the rules that labels are in their ranges, as far as these are known.
 
     Args:
         loss_fn: a loss as `Task` resolves it, or `OutputLosses`.
@@ -93,31 +90,28 @@ def label_ranges(loss_fn: Any, y: Any, outputs: Callable[[], Any]) -> list[Label
             depends on them.
     """
     if not isinstance(loss_fn, OutputLosses):
-        ranges = [label_range("labels", loss_fn, y, outputs)]
-    else:
-        keys = loss_fn.losses.keys()
-        labels = loss_fn.by_key("labels", y, keys)
+        return rules_of_one("labels", loss_fn, y, outputs)
+    keys = loss_fn.losses.keys()
+    labels = loss_fn.by_key("labels", y, keys)
 
-        def output_of(key: Any) -> Any:
-            return loss_fn.by_key("outputs", outputs(), keys)[key]
+    def output_of(key: Any) -> Any:
+        return loss_fn.by_key("outputs", outputs(), keys)[key]
 
-        ranges = [
-            label_range(f"labels of {key}", loss, labels[key], functools.partial(output_of, key))
-            for key, loss in loss_fn.losses.items()
-        ]
-    return [each for each in ranges if each]
+    return [
+        rule
+        for key, loss in loss_fn.losses.items()
+        for rule in rules_of_one(
+            f"labels of {key}", loss, labels[key], functools.partial(output_of, key)
+        )
+    ]
 
 
-def label_range(
-    name: str, loss_fn: Any, labels: Any, output: Callable[[], Any]
-) -> LabelRange | None:
-    """Returns the range of the labels of one loss; None if it is not known."""
+def rules_of_one(name: str, loss_fn: Any, labels: Any, output: Callable[[], Any]) -> list[Rule]:
+    """Returns the rules of the labels of one loss."""
     if isinstance(loss_fn, keras.losses.Loss) and type(loss_fn).__module__.split(".")[0] != "keras":
-        return None  # a class of the user, whatever its name
+        return []  # a class of the user, whatever its name
     kind = LABELS_OF_LOSS.get(name_of(loss_fn))
     if kind in ("binary", "categorical"):
-        return LabelRange(name, labels, 0, 1, None)
+        return [in_range(name, labels, 0, 1)]
     classes = output().shape[-1] if kind == "sparse" else None
-    if not classes:
-        return None
-    return LabelRange(name, labels, 0, classes - 1, ignore_class_of(loss_fn))
+    return [in_range(name, labels, 0, classes - 1, ignore_class_of(loss_fn))] if classes else []

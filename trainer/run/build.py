@@ -240,7 +240,7 @@ def parts_of_plan(
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
     step: Callable[[Any], StepReport] = require_single_attempt(trainer.train_step)
     if trainer.monitoring.check_data:
-        step = checked(step, trainer.example_weights, trainer.label_ranges)
+        step = checked(step, trainer.example_weights, trainer.label_rules)
     loop, pending = make_loop(trainer, step, plan, state, stop)
     roots = [trainer.model, *attributes_of(trainer).values()]
     generators = [one for one in tracked(*roots) if isinstance(one, tf.random.Generator)]

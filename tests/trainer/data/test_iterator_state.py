@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, slopes
+from helpers import Linear
 
 from trainer import Checkpoints
 from trainer.checkpoint import folder
@@ -380,30 +380,6 @@ def test_a_resumed_epoch_has_every_example_once(tmp_path):
     for stop in (4, 5, 6, 7):
         seen = resumed(tmp_path / str(stop), make, "exact", stop=stop, end=18)
         assert seen == whole.seen[stop:], f"stopped at {stop}"
-
-
-@pytest.mark.slow
-def test_two_calls_of_train_continue_in_the_data(tmp_path):
-    """A second call of `train` with the same data continues in it; other data start over."""
-    arrays = slopes(*[2.0**power for power in range(5)])
-    pipeline = as_batches(Dataset.range(5).shuffle(5, seed=2))
-    for data, arguments in ((arrays, {"global_batch": 1}), (pipeline, {}), (from_python(), {})):
-        once, twice = Traced(seed=1), Traced(seed=1)
-        once.train(data, steps=12, **arguments)
-        twice.train(data, steps=7, **arguments)
-        twice.train(data, steps=12, **arguments)
-        if data is pipeline:  # its shuffle counts passes across runs
-            assert sorted(twice.seen[:5]) == sorted(twice.seen[5:10]) == list(range(5))
-        else:
-            assert twice.seen == once.seen
-        assert len(twice.seen) == 12
-
-    other = Traced(model_dir=tmp_path)
-    numbers = [as_batches(Dataset.range(start, start + 6)) for start in (0, 6)]
-    other.train(numbers[0], steps=2)
-    other.train(numbers[1], steps=4)
-    other.train(numbers[0], steps=6)
-    assert other.seen == [0, 1, 6, 7, 0, 1]
 
 
 def test_the_position_of_another_pipeline_cannot_be_restored(tmp_path):

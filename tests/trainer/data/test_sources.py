@@ -2,8 +2,6 @@
 
 import itertools
 
-import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from data_sources import (
@@ -12,9 +10,7 @@ from data_sources import (
     X,
     assert_found_again,
     assert_trains,
-    begin,
     generate,
-    take,
 )
 
 from trainer.data.batches import batches
@@ -116,29 +112,6 @@ def test_hooks_of_a_py_dataset():
     list(itertools.islice(source_of(data, None, None).read(None), 10))
 
     assert data.calls == ["begin", "end", "begin", "end"]
-
-
-def test_images_in_a_folder(tmp_path):
-    """Keras's image_dataset_from_directory has an exact position if it has a seed."""
-    for index in range(6):
-        folder = tmp_path / "images" / "ab"[index % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        image = np.full([4, 4, 3], 40 * index, np.uint8)
-        tf.io.write_file(str(folder / f"{index}.png"), tf.io.encode_png(image))
-
-    def images(seed=1):
-        found = keras.utils.image_dataset_from_directory(
-            tmp_path / "images", batch_size=2, image_size=(4, 4), seed=seed, verbose=False
-        )
-        return found.map(lambda image, label: {"x": image[:, 0, 0, 0], "label": label})
-
-    whole, stopped, resumed = (begin(images()) for _ in range(3))
-    expected = take(whole, 8)
-    take(stopped, 4)
-    stopped.write(str(tmp_path))
-    resumed.read(tmp_path, 4)
-
-    assert take(resumed, 4) == expected[4:]
 
 
 def test_what_is_a_source():
