@@ -3,7 +3,7 @@
 A step attempts its update groups in turn. Each replica computes its part, meets the others in one
 sum, unscales and judges what came out, and then applies the group or does not. On most strategies,
 the decision stands between two programs of the replicas (`attempt.py`); on a TPU, each replica
-decides inside of its program (`attempt_in_replica`). Applying meets the others again, because
+decides inside of its program (`update_in_replicas`). Applying meets the others again, because
 statistics are averaged. A fault, which is a value that is not finite, may arise once, anywhere.
 """
 

@@ -24,8 +24,9 @@ from trainer.base.tracking import read_copies, tensorflow_variable, write_copies
 from trainer.base.warn_once import listed
 from trainer.data.errors import reason_of
 from trainer.keras_compat import all_layers, differentiable_moments
-from trainer.step.attempt import on_first_replica, positions_by_value, replica_step
+from trainer.step.attempt import on_first_replica, positions_by_value, replica_step, run_share
 from trainer.step.checks import SIGNIFICANT_BITS
+from trainer.step.diagnose import ReplicaResult
 from trainer.step.held_back import HoldBack, read_values
 from trainer.step.losses import added_entries, added_loss, losses_and_aux, weighted_mean
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
@@ -158,7 +159,11 @@ def results_of_pass(group: UpdateGroup, inputs: StepInputs, plan: StepPlan) -> R
 
 def results_of_shares(group: UpdateGroup, inputs: StepInputs, plan: StepPlan) -> Results:
     """Returns the same, as the replicas and microbatches of the run compute it."""
-    replica = functools.partial(replica_step, group=group, plan=plan)
+
+    def replica(inputs: StepInputs) -> ReplicaResult:
+        local = run_share(inputs, group=group, plan=plan)
+        return replica_step(*local, inputs, group=group, plan=plan)
+
     shares = strategies.shares(inputs.share.batch, inputs.share.weights, plan.strategy)
     result = plan.strategy.run(replica, args=(inputs._replace(share=shares),))
     summed, written = on_first_replica((result.evidence.summed, result.written), plan.strategy)

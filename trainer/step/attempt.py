@@ -8,7 +8,7 @@ and its report says why it was skipped.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -47,6 +47,7 @@ from trainer.step.trace import ByHandle, forbid_writes, note_attempt, written_va
 from trainer.step.types import (
     Batch,
     GlobalBatchSize,
+    Gradient,
     Microbatch,
     PassInputs,
     Rows,
@@ -78,7 +79,10 @@ class Attempt(NamedTuple):
     retry: tf.Tensor  # shape=(), bool: whether to retry at the scale in `scale_state`
 
 
-AttemptAt: TypeAlias = Callable[[ScaleState], Attempt]
+UpdateAt: TypeAlias = Callable[[ScaleState], Attempt]
+# An update group's forward and backward passes on all replicas, given the loss-scale state and the
+# source of the random keys; returns each replica's results and the values that its pass was given.
+Passes: TypeAlias = Callable[[ScaleState, tf.Tensor], tuple[Microbatch, Values]]
 
 
 # 1. Attempt: once, or again at a smaller scale; moves the loss scale.
@@ -97,22 +101,32 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
 
     Returns:
         The step's report, each field of shape (). In a custom loop, stop when `run.halted` is true.
+
+    Raises:
+        ValueError: if `run` has another loss-scale rule than `plan`, or layers were frozen or
+            unfrozen since the step was planned.
     """
-    check_plan_and_run(plan, run)
-    check_call(batch, plan)
+    rule = run.loss_scaler.rule
+    if rule is not plan.rule and rule != plan.rule:
+        raise ValueError(f"`run` must have the loss-scale rule of `plan`; got {shown(rule)}")
+    if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
+        raise ValueError(
+            "`plan` must be made anew by plan_step() after layers were frozen or unfrozen; got "
+            f"{shown(names)}"
+        )
     note_attempt()
     with forbid_writes():
         weights = check_weights(call_user(plan.example_weights, batch), batch)
     check_microbatches(plan.jit_compile, plan.num_microbatches, weights.shape[0])
 
-    def attempt(batch: Batch, weights: tf.Tensor) -> StepReport:
-        return attempt_with(batch, weights, plan, run)
+    def take(batch: Batch, weights: tf.Tensor) -> StepReport:
+        return take_step(batch, weights, plan, run)
 
-    return compiled_step(attempt, plan.jit_compile, run.halted.device)(batch, weights)
+    return compiled_step(take, plan.jit_compile, run.halted.device)(batch, weights)
 
 
-def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainState) -> StepReport:
-    """Attempts one update with checked weights, and counts it; see `attempt_step`."""
+def take_step(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainState) -> StepReport:
+    """Takes a step: makes its attempts, moves the loss scale and counts it; see `attempt_step`."""
     # All attempts share this value, so that a retry draws the same random numbers.
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
@@ -120,13 +134,15 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
     shares, size = strategies.shares(batch, weights, plan.strategy), GlobalBatchSize.of(weights)
     inputs = StepInputs(shares, size, state, random, in_float32)
 
-    def attempt_at(scale_state: ScaleState) -> Attempt:
-        return attempt_once(inputs._replace(scale_state=scale_state), plan)
+    def update_at(scale_state: ScaleState) -> Attempt:
+        return update_or_restore(inputs._replace(scale_state=scale_state), plan)
 
+    # A loop around the first attempt, too, would save the branch here and `retest_at_min_scale`,
+    # and was measured: it costs 8% of the CPU time of a step of an MLP, and 35% of a small one's.
     if plan.skips.retries:
-        last, retries = attempt_until_applied(attempt_at, state, plan)
+        last, retries = retry_until_applied(update_at, state, plan)
     else:
-        last, retries = attempt_at(state), tf.constant(0)
+        last, retries = update_at(state), tf.constant(0)
     if strategies.capabilities(plan.strategy).asynchronous:
         # `merge` replays one verdict. After retries, or with steps in float32, there is none.
         single = not plan.skips.retries and in_float32 is None
@@ -148,8 +164,8 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
     )
 
 
-def attempt_until_applied(
-    attempt_at: AttemptAt, scale_state: ScaleState, plan: StepPlan
+def retry_until_applied(
+    update_at: UpdateAt, scale_state: ScaleState, plan: StepPlan
 ) -> tuple[Attempt, tf.Tensor]:
     """Attempts an update until it is applied, no other scale can help, or the retries are used up.
 
@@ -157,7 +173,7 @@ def attempt_until_applied(
     the same weights, statistics and random numbers, at another scale.
 
     Args:
-        attempt_at: a function that makes one attempt with the given loss-scale state.
+        update_at: a function that makes one attempt with the given loss-scale state.
         scale_state: the loss-scale rule's state before the step.
         plan: the run's constants.
 
@@ -171,7 +187,7 @@ def attempt_until_applied(
     start = Attempt(nothing, scale_state.loss_scale, scale_state, scale_state, tf.constant(True))
 
     def body(attempts: tf.Tensor, last: Attempt) -> tuple[tf.Tensor, Attempt]:
-        now = attempt_at(last.scale_state)
+        now = update_at(last.scale_state)
         first = select_state(attempts == 0, now.without_retry, last.without_retry)
         return attempts + 1, now._replace(without_retry=first)
 
@@ -187,20 +203,21 @@ def attempt_until_applied(
     return last._replace(scale_state=kept), attempts - 1
 
 
-def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
-    """Attempts an update at one scale; applies it, or changes nothing.
+def update_or_restore(inputs: StepInputs, plan: StepPlan) -> Attempt:
+    """Makes one attempt at an update, at one scale: applies it, or restores what it changed.
 
     Args:
         inputs: the step's inputs, with the scale state to use.
         plan: the run's constants.
     """
-    passes = written_in_passes(inputs, plan)
-    restored = [*passes, *plan.updated]
+    passes, written = trace_passes(inputs, plan)
+    restored = [*written, *plan.updated]
     copies = read_copies(restored, plan.strategy)
-    before = Before(passes, copies[: len(passes)])
-    in_replica = strategies.capabilities(plan.strategy).decides_in_replica
-    attempt = attempt_in_replica if in_replica else attempt_groups
-    outcome = attempt(inputs, before, plan)
+    before = Before(written, copies[: len(written)])
+    if strategies.capabilities(plan.strategy).decides_in_replica:
+        outcome = update_in_replicas(before, inputs, plan)
+    else:
+        outcome = update_across_replicas(passes, before, inputs, plan)
     if restored:
         tf.cond(
             outcome.grads_finite,
@@ -223,50 +240,82 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
     return Attempt(outcome, state.loss_scale, after, without_retry, curable & moved)
 
 
-def attempt_groups(
-    inputs: StepInputs, before: Before, plan: StepPlan, *, first: int = 0
-) -> Outcome:
-    """Attempts the update groups in order; each one only if all earlier ones were applied.
+class Turn(NamedTuple):
+    """The turn of an update group in a step."""
+
+    outcome: Outcome
+    apply: Callable[[], None]  # applies the group
+    skip: Callable[[], Outcome]  # finds out why the step is skipped
+
+
+def take_turns(turn_of: Callable[[int], Turn], plan: StepPlan, first: int = 0) -> Outcome:
+    """Takes the turns of a step's update groups in order, until one of them is skipped.
 
     Args:
-        inputs: the step's inputs.
-        before: what the passes write themselves, and its values before the step.
+        turn_of: returns a turn, given its index in `plan.turns`.
         plan: the run's constants.
-        first: index in `plan.turns` of the first group to attempt.
+        first: index of the first turn to take.
 
     Returns:
-        The combined outcome; it is finite only if the outcomes of all groups are.
+        The combined outcome; it is finite only if the outcomes of all turns are.
     """
-    group, following = plan.turns[first], plan.turns[first + 1 :]
-    replica = functools.partial(replica_step, group=group, plan=plan)
-    source = key_source(inputs.random, first, len(plan.turns))
-    result: ReplicaResult = plan.strategy.run(replica, args=(inputs._replace(random=source),))
-    if plan.kept:
-        examples = inputs.share.weights.shape[0] if plan.jit_compile == "step" else None
-        plan.kept.keep(result.rows, plan.strategy, examples)
-    agreed = on_first_replica(
-        result._replace(gradients=[], batch=(), rows=Rows((), {})), plan.strategy
-    )
+    turn, following = turn_of(first), plan.turns[first + 1 :]
 
     def apply() -> Outcome:
-        own = recompute_in_branch(result, inputs.scale_state, plan)
-        apply_on_all(own, agreed.written, before, group, plan, last=not following)
+        turn.apply()
         if not following:
-            return agreed.outcome
-        later = attempt_groups(inputs, before, plan, first=first + 1)
-        return combined(agreed.outcome, later, repeated=following[0] is group)
-
-    # The condition is evaluated outside the replicas because its branches contain collectives.
-    def skip() -> Outcome:
-        found = not_inlined(lambda: diagnosed(agreed, group, inputs.scale_state, plan))()
-        return retest_at_min_scale(
-            found, agreed.evidence, inputs._replace(random=source), group, plan
-        )
+            return turn.outcome
+        later = take_turns(turn_of, plan, first + 1)
+        return combined(turn.outcome, later, repeated=following[0] is plan.turns[first])
 
     if not following:
-        return apply_or_skip(agreed.outcome, apply, skip)
-    outcome: Outcome = tf.cond(~agreed.outcome.grads_finite, skip, apply)
+        return apply_or_skip(turn.outcome, apply, turn.skip)
+    outcome: Outcome = tf.cond(~turn.outcome.grads_finite, turn.skip, apply)
     return outcome
+
+
+def update_across_replicas(
+    passes: Sequence[Passes], before: Before, inputs: StepInputs, plan: StepPlan
+) -> Outcome:
+    """Takes a step's turns; decides outside the replicas, as branches contain collectives.
+
+    Args:
+        passes: the passes of each of `plan.groups`.
+        before: what the passes write themselves, and its values before the step.
+        inputs: the step's inputs.
+        plan: the run's constants.
+    """
+    strategy, scale_state = plan.strategy, inputs.scale_state
+    turns = [index for index, group in enumerate(plan.groups) for _ in range(group.updates)]
+
+    def turn_of(number: int) -> Turn:
+        group, run = plan.groups[turns[number]], passes[turns[number]]
+        source = key_source(inputs.random, number, len(turns))
+        replica = functools.partial(replica_step, group=group, plan=plan)
+        local = run(scale_state, source)
+        result: ReplicaResult = strategy.run(replica, args=(*local, inputs))
+        if plan.kept:
+            examples = inputs.share.weights.shape[0] if plan.jit_compile == "step" else None
+            plan.kept.keep(result.rows, strategy, examples)
+        agreed = on_first_replica(
+            result._replace(gradients=[], batch=(), rows=Rows((), {})), strategy
+        )
+
+        def apply() -> None:
+            own = result._replace(gradients=gradients_in_branch(result, scale_state, plan))
+            last = number == len(turns) - 1
+            apply_on_all(own, agreed.written, before, group, plan, last=last)
+
+        def skip() -> Outcome:
+            find = not_inlined(lambda: diagnosed(agreed, group, scale_state, plan))
+            outcome, no_inf = find()
+            return retest_at_min_scale(
+                outcome, no_inf, lambda lowest: run(lowest, source), scale_state, plan
+            )
+
+        return Turn(agreed.outcome, apply, skip)
+
+    return take_turns(turn_of, plan)
 
 
 # On a TPU, a decision outside the replicas would split the step into two programs, with every
@@ -275,19 +324,31 @@ def attempt_groups(
 # collectives are safe inside it.
 
 
-def attempt_in_replica(inputs: StepInputs, before: Before, plan: StepPlan) -> Outcome:
-    """Attempts all update groups; see `attempt_groups`. Call it in cross-replica context.
-
-    Args:
-        inputs: the step's inputs.
-        before: what the passes write themselves, and its values before the step.
-        plan: the run's constants.
-    """
+def update_in_replicas(before: Before, inputs: StepInputs, plan: StepPlan) -> Outcome:
+    """Takes a step's turns in one program on each replica; see `update_across_replicas`."""
     turns = len(plan.turns)
     sources = [key_source(inputs.random, index, turns) for index in range(turns)]
 
     def replica(inputs: StepInputs, sources: list[tf.Tensor]) -> Outcome:
-        return attempt_from(0, inputs, sources, before, plan)
+        inputs = inputs._replace(share=strategies.own_share(inputs.share))
+
+        def turn_of(number: int) -> Turn:
+            group = plan.turns[number]
+            local = run_share(inputs._replace(random=sources[number]), group=group, plan=plan)
+            result = replica_step(*local, inputs, group=group, plan=plan)
+
+            def apply() -> None:
+                assign_held_back(result.written, plan)
+                gradients = gradients_in_branch(result, inputs.scale_state, plan)
+                own = result._replace(gradients=gradients)
+                apply_in_replica(own, before, group, plan, last=number == turns - 1)
+
+            def skip() -> Outcome:
+                return diagnosed(result, group, inputs.scale_state, plan)[0]
+
+            return Turn(result.outcome, apply, skip)
+
+        return take_turns(turn_of, plan)
 
     with contextlib.ExitStack() as stack:
         for group in plan.groups:
@@ -297,59 +358,48 @@ def attempt_in_replica(inputs: StepInputs, before: Before, plan: StepPlan) -> Ou
     return on_first_replica(outcome, plan.strategy)
 
 
-def attempt_from(
-    first: int, inputs: StepInputs, sources: list[tf.Tensor], before: Before, plan: StepPlan
-) -> Outcome:
-    """Attempts the update groups in order. Call it in replica context.
-
-    Args:
-        first: index in `plan.turns` of the first group to attempt.
-        inputs: the step's inputs.
-        sources: the result of `key_source` for each of `plan.turns`.
-        before: what the passes write themselves, and its values before the step.
-        plan: the run's constants.
-    """
-    group: UpdateGroup = plan.turns[first]
-    following = plan.turns[first + 1 :]
-    result = replica_step(inputs._replace(random=sources[first]), group=group, plan=plan)
-
-    def apply() -> Outcome:
-        assign_held_back(result.written, plan)
-        own = recompute_in_branch(result, inputs.scale_state, plan)
-        apply_in_replica(own, before, group, plan, last=not following)
-        if not following:
-            return result.outcome
-        later = attempt_from(first + 1, inputs, sources, before, plan)
-        return combined(result.outcome, later, repeated=following[0] is group)
-
-    def skip() -> Outcome:
-        return diagnosed(result, group, inputs.scale_state, plan)
-
-    if not following:
-        return apply_or_skip(result.outcome, apply, skip)
-    outcome: Outcome = tf.cond(~result.outcome.grads_finite, skip, apply)
-    return outcome
-
-
 # 2 to 8. On each replica: share, microbatches, forward, backward, reduce, judge, clip. No variable
 # of a Keras model is assigned here, and all replicas reach the same verdict.
 
 
-def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> ReplicaResult:
+def run_share(
+    inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan
+) -> tuple[Microbatch, Values]:
+    """Runs the forward and backward passes on this replica's share. Call it in replica context.
+
+    Args:
+        inputs: the step's inputs, in which `random` is the result of `randomness.key_source`.
+        group: the update group whose gradients to compute.
+        plan: the run's constants.
+
+    Returns:
+        The results, and the values of variables in `plan.held_back` that the pass was given.
+    """
+    values = read_values(plan.held_back, positions_by_value(plan))
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return run_model(pass_inputs(inputs, values, replica, plan), inputs.in_float32, group), values
+
+
+def replica_step(
+    local: Microbatch, values: Values, inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan
+) -> ReplicaResult:
     """Computes one replica's part of an update, ready to apply.
 
     It assigns none of a Keras model's variables. What a pass writes itself, as of a `tf.Module`, is
     restored after a skip.
 
     Args:
-        inputs: the step's inputs, in which `random` is the result of `randomness.key_source`.
-        group: the update group whose gradients to compute.
+        local: the results of this replica's passes, from `run_share`.
+        values: the values that they were given.
+        inputs: the step's inputs.
+        group: the update group whose gradients were computed.
         plan: the run's constants.
     """
-    values = read_values(plan.held_back, positions_by_value(plan))
-    local, share = run_share(inputs, values, group, plan)
-    updates = plan.updates
-    reduced = sum_over_replicas(local, share, updates.reduce_dtype, updates.reduce_bucket_bytes)
+    if plan.strategy.num_replicas_in_sync > 1:  # sums are computed where their terms are
+        local = tf.nest.map_structure(tf.identity, local, expand_composites=True)
+    reduced = sum_over_replicas(
+        local, inputs.share, plan.updates.reduce_dtype, plan.updates.reduce_bucket_bytes
+    )
     unscaled = scaling.unscale_gradients(reduced.total.gradients, inputs.scale_state)
     in_rows = adds_in_rows(plan.jit_compile, plan.strategy)
     gradient_norm = global_norm(unscaled, in_rows=in_rows)
@@ -379,25 +429,15 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         **measured._asdict(),
         **measure_float8(reduced, before, plan.float8)._asdict(),
     )
-    batch, rows = real_examples(share, local.rows)
+    batch, rows = real_examples(inputs.share, local.rows)
     return ReplicaResult(
         outcome=outcome,
-        evidence=Evidence(reduced.table, statistics_finite, reduced.total.gradients, unscaled),
+        evidence=Evidence(reduced.table, statistics_finite, reduced.total.gradients),
         gradients=clip(unscaled, gradient_norm, plan.updates),
         written=with_own_scales(reduced.written, before, plan.float8),
         batch=batch,
         rows=rows,
     )
-
-
-def run_share(
-    inputs: StepInputs, values: Values, group: UpdateGroup, plan: StepPlan
-) -> tuple[Microbatch, strategies.Share]:
-    """Returns the results of the forward and backward passes on this replica, and its share."""
-    inputs = inputs._replace(share=strategies.own_share(inputs.share))
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    own = pass_inputs(inputs, values, replica, plan)
-    return run_model(own, inputs.in_float32, group), inputs.share
 
 
 def pass_inputs(
@@ -485,15 +525,15 @@ def apply_or_skip(
     return outcome._replace(**Finding(*tf.unstack(found))._asdict())
 
 
-def recompute_in_branch(
+def gradients_in_branch(
     result: ReplicaResult, scale_state: ScaleState, plan: StepPlan
-) -> ReplicaResult:
-    """Returns the same result for a branch after the verdict; the gradients have the same bits.
+) -> list[Gradient]:
+    """Returns the gradients to apply, for a branch after the verdict.
 
     Where one program of XLA holds the whole step, what a branch takes is written to memory. One
     branch would take the gradients as they were summed, the other as they are to be applied, and
-    both copies would be written. So the branches take the sums alone, and unscale and clip them
-    where they use them.
+    both copies would be written. So there the branches take the sums alone, and unscale and clip
+    them where they use them, to the same bits.
 
     Args:
         result: this replica's result.
@@ -501,22 +541,22 @@ def recompute_in_branch(
         plan: the run's constants.
     """
     if not plan.one_program:
-        return result
+        return result.gradients
     unscaled = scaling.unscale_gradients(result.evidence.summed, scale_state)
-    return result._replace(
-        evidence=result.evidence._replace(unscaled=unscaled),
-        gradients=clip(unscaled, result.outcome.gradient_norm, plan.updates),
-    )
+    return clip(unscaled, result.outcome.gradient_norm, plan.updates)
 
 
 def diagnosed(
     result: ReplicaResult, group: UpdateGroup, scale_state: ScaleState, plan: StepPlan
-) -> Outcome:
-    """Returns a skipped step's outcome, with the cause of the skip and its place filled in."""
+) -> tuple[Outcome, tf.Tensor]:
+    """Returns a skipped step's outcome, with the cause of the skip and its place filled in.
+
+    Returns:
+        The outcome; and whether the summed gradients hold no inf: shape (), bool.
+    """
     weights = [tf.convert_to_tensor(plan.weights[position]) for position in group.positions]
-    evidence = recompute_in_branch(result, scale_state, plan).evidence
-    finding = diagnose(
-        evidence,
+    finding, no_inf = diagnose(
+        result.evidence,
         weights,
         scale_state,
         plan.rule,
@@ -526,14 +566,14 @@ def diagnosed(
     known = finding.bad_variable >= 0
     position = tf.gather(group.positions, tf.maximum(finding.bad_variable, 0))
     finding = finding._replace(bad_variable=tf.where(known, position, -1))
-    return result.outcome._replace(**finding._asdict())
+    return result.outcome._replace(**finding._asdict()), no_inf
 
 
 def retest_at_min_scale(
     outcome: Outcome,
-    evidence: Evidence,
-    inputs: StepInputs,
-    group: UpdateGroup,
+    no_inf: tf.Tensor,
+    run: Callable[[ScaleState], tuple[Microbatch, Values]],
+    scale_state: ScaleState,
     plan: StepPlan,
 ) -> Outcome:
     """Returns a skipped step's outcome, after testing whether a smaller loss scale can help.
@@ -546,88 +586,88 @@ def retest_at_min_scale(
     state stays as it is.
 
     Only steps that are skipped for NaN do this. Rules without a `min_scale` never lower their
-    scale. With several workers, with parameter servers and on TPUs nothing is tested, and such
-    steps lower the scale.
+    scale. With parameter servers and on TPUs nothing is tested, and such steps lower the scale.
 
     Args:
         outcome: the outcome of the group, from `diagnosed`.
-        evidence: the evidence of its skip.
-        inputs: the step's inputs, in which `random` is the group's.
-        group: the update group.
+        no_inf: whether the summed gradients hold no inf: shape (), bool.
+        run: runs the group's passes again, with the step's random numbers, at a given scale.
+        scale_state: the loss-scale rule's state that the step used.
         plan: the run's constants.
     """
     min_scale = getattr(plan.rule, "min_scale", None)
-    several_processes = strategies.capabilities(plan.strategy).several_processes
-    if min_scale is None or not plan.skips.attribute_causes or several_processes:
+    found = strategies.capabilities(plan.strategy)
+    if min_scale is None or not plan.skips.attribute_causes or found.asynchronous:
         return outcome
 
-    lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))
-    count = functools.partial(count_nonfinite_gradients, group=group, plan=plan)
+    def count(local: Microbatch) -> tf.Tensor:
+        counts = count_by_variable(local.contribution.gradients, in_xla=plan.one_program)
+        number = tf.cast(tf.reduce_sum(counts), tf.float32)
+        return strategies.sum_gradients(number) if found.multi_worker else number
 
     def at_min_scale() -> Outcome:
-        counts = plan.strategy.run(count, args=(inputs._replace(scale_state=lowest),))
-        found = tf.add_n(plan.strategy.experimental_local_results(counts))
-        cause = tf.where(found > 0, int(scaling.Cause.MODEL), outcome.cause)
+        local, _ = run(scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32)))
+        counts = plan.strategy.run(count, args=(local,))
+        nonfinite = tf.add_n(plan.strategy.experimental_local_results(counts))
+        cause = tf.where(nonfinite > 0, int(scaling.Cause.MODEL), outcome.cause)
         return outcome._replace(cause=cause)
 
     overflowed = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
-    test = at_min_scale if plan.gathers else not_inlined(at_min_scale)  # it holds collectives
-    infs = count_by_variable(evidence.summed, in_xla=plan.one_program)[:, 0]
-    tested: Outcome = tf.cond(overflowed & tf.reduce_all(infs == 0), test, lambda: outcome)
+    collectives = plan.gathers or found.multi_worker
+    test = at_min_scale if collectives else not_inlined(at_min_scale)
+    tested: Outcome = tf.cond(overflowed & no_inf, test, lambda: outcome)
     return tested
 
 
-def count_nonfinite_gradients(
-    inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan
-) -> tf.Tensor:
-    """Returns the number of inf and NaN in this replica's scaled gradients: shape (), int32.
+def trace_passes(
+    inputs: StepInputs, plan: StepPlan
+) -> tuple[list[Passes], list[Variable | ByHandle]]:
+    """Traces each group's passes once on every replica, and asks the traces what they write.
 
-    Assigns nothing, and uses no collectives. For the arguments see `replica_step`.
-    """
-    values = read_values(plan.held_back, positions_by_value(plan))
-    local, _ = run_share(inputs, values, group, plan)
-    gradients = local.contribution.gradients
-    return tf.reduce_sum(count_by_variable(gradients, in_xla=plan.one_program))
-
-
-def written_in_passes(inputs: StepInputs, plan: StepPlan) -> list[Variable | ByHandle]:
-    """Returns the variables that the forward and backward passes write themselves.
-
-    The passes are traced for this, once per replica; the step then calls the same traces. Where
-    graphs do not tell which variable a resource belongs to, on TPUs and with parameter servers,
-    these are the variables that the model and the given objects hold.
+    The step calls these traces, each as often as the group has turns, and once more to test the
+    smallest scale. On TPUs and with parameter servers, where graphs do not tell which variable a
+    resource belongs to, nothing is traced beforehand, and what the passes may write are the
+    variables that the model and the given objects hold.
 
     Args:
         inputs: the step's inputs.
         plan: the run's constants.
 
+    Returns:
+        The passes of each of `plan.groups`, and the variables that they write themselves.
+
     Raises:
         ValueError: if a pass writes to a table, a queue or an iterator: none can be restored.
     """
+
+    def passes_of(group: UpdateGroup) -> Passes:
+        replica = functools.partial(run_share, group=group, plan=plan)
+
+        def run(scale_state: ScaleState, random: tf.Tensor) -> tuple[Microbatch, Values]:
+            # Other inputs are captured: an argument of a function is no constant inside of it.
+            own = inputs._replace(scale_state=scale_state, random=random)
+            results: tuple[Microbatch, Values] = plan.strategy.run(replica, args=(own,))
+            return results
+
+        return run
+
+    passes = [passes_of(group) for group in plan.groups]
     found = strategies.capabilities(plan.strategy)
     if found.asynchronous or found.decides_in_replica or tf.executing_eagerly():
-        return list(plan.declared)
-
-    # The inputs are captured, since an argument of a function is no constant inside of it.
-    def passes() -> None:
-        source = key_source(inputs.random, 0, 1)
-        for group in plan.groups:
-            run = functools.partial(run_passes, group=group, plan=plan)
-            plan.strategy.run(run, args=(inputs._replace(random=source),))
-
-    traced = tf.function(passes, autograph=False).get_concrete_function()
-    variables, others = written_variables(traced, plan.strategy)
-    for write in others:
-        raise ValueError(
-            "`compute_loss` must not change a table, a queue or an iterator: a skip cannot restore "
-            f"it; got {write.kind} at {write.name!r}"
-        )
-    return variables
-
-
-def run_passes(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> None:
-    """Runs the forward and backward passes on this replica; see `replica_step`."""
-    run_share(inputs, read_values(plan.held_back, positions_by_value(plan)), group, plan)
+        return passes, list(plan.declared)
+    arguments = inputs.scale_state, key_source(inputs.random, 0, 1)
+    traces = [tf.function(run, autograph=False).get_concrete_function(*arguments) for run in passes]
+    written: dict[int, Variable | ByHandle] = {}
+    for trace in traces:
+        variables, others = written_variables(trace, plan.strategy)
+        for write in others:
+            raise ValueError(
+                "`compute_loss` must not change a table, a queue or an iterator: a skip cannot "
+                f"restore it; got {write.kind} at {write.name!r}"
+            )
+        for each in variables:
+            written[id(each.handle if isinstance(each, ByHandle) else each)] = each
+    return traces, list(written.values())
 
 
 # 10. What the rule is told, and what the step reports.
@@ -706,65 +746,13 @@ def on_first_replica(structure: Tree, strategy: tf.distribute.Strategy) -> Tree:
     return first
 
 
-# What is checked while the step is traced.
-
-
-def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
-    """Raises TypeError for a wrong type, or ValueError if `plan` and `run` have different rules."""
-    if not isinstance(plan, StepPlan):
-        raise TypeError(
-            f"`plan` must be a StepPlan; got {type(plan).__name__}. A StepPlan holds the "
-            "constants of the step. Pass the result of plan_step()."
-        )
-    if not isinstance(run, TrainState):
-        raise TypeError(
-            f"`run` must be a TrainState; got {type(run).__name__}. A TrainState holds the loss "
-            "scale and the step counts. Pass TrainState(plan.rule)."
-        )
-    in_plan, in_run = plan.rule, run.loss_scaler.rule
-    if in_plan is not in_run and in_plan != in_run:
-        raise ValueError(
-            f"`run` must have the same loss-scale rule as `plan`; got {shown(in_run)}, but the "
-            f"plan has {in_plan!r}. The plan's rule would update the state of another rule. Create "
-            "`run` with TrainState(plan.rule)."
-        )
-
-
-def check_call(batch: Batch, plan: StepPlan) -> None:
-    """Checks where and with what a step is attempted.
-
-    Raises:
-        RuntimeError: inside `strategy.run`.
-        TypeError: if the batch is divided among the replicas already.
-        ValueError: if layers were frozen or unfrozen since the step was planned.
-    """
-    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
-        raise RuntimeError(
-            "`attempt_step` must be called in cross-replica context; got a call inside "
-            "strategy.run(). It runs the replicas itself. Call attempt_step(batch, plan, run) "
-            "directly in your tf.function."
-        )
-    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)):
-        raise TypeError(
-            "`batch` must be a global batch; got the values of each replica, as a distributed "
-            "dataset yields them. Each replica takes its share of a global batch. Iterate over the "
-            "tf.data.Dataset itself."
-        )
-    if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
-        raise ValueError(
-            "`plan` must be made for the variables that are trained now; got one from before these "
-            f"were frozen or unfrozen: {shown(names)}. A step updates the variables that it was "
-            "planned for. Call plan_step() again, with an optimizer for the variables to train."
-        )
-
-
-def not_inlined(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
+def not_inlined(function: Callable[[], Tree]) -> Callable[[], Tree]:
     """Returns a function that TensorFlow prepares when it is first called.
 
     So runs that never call it do not wait for it. Collectives fail in such a function.
     """
     attributes = {"_noinline": True}
-    apart: Callable[[], Outcome] = tf.function(
+    apart: Callable[[], Tree] = tf.function(
         function, autograph=False, experimental_attributes=attributes
     )
     return apart

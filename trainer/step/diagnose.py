@@ -51,7 +51,6 @@ class Evidence(NamedTuple):
     table: NonfiniteTable
     statistics_finite: tf.Tensor  # shape=(), bool: `judge.stay_finite` of the forward pass
     summed: list[Gradient]  # gradients summed over replicas, still scaled
-    unscaled: list[Gradient]  # the same, unscaled, before clipping
 
 
 class ReplicaResult(NamedTuple):
@@ -83,7 +82,7 @@ def diagnose(
     *,
     single_pass: bool,
     in_xla: bool,
-) -> Finding:
+) -> tuple[Finding, tf.Tensor]:
     """Finds where a step first met a non-finite value.
 
     Args:
@@ -96,16 +95,19 @@ def diagnose(
         in_xla: whether XLA compiles the diagnosis.
 
     Returns:
-        The finding; its `bad_variable` is a position in `weights`.
+        The finding, whose `bad_variable` is a position in `weights`; and whether the summed
+        gradients hold no inf: shape (), bool.
     """
-    in_weights, in_summed, in_unscaled = (
-        count_by_variable(values, in_xla=in_xla)
-        for values in (weights, evidence.summed, evidence.unscaled)
-    )
+    # Unscaled again: a branch that took both would take twice as many tensors.
+    unscaled = scaling.unscale_gradients(evidence.summed, scale_state)
+    in_weights = count_by_variable(weights, in_xla=in_xla)
+    in_summed = in_unscaled = count_by_variable(evidence.summed, in_xla=in_xla)
+    if not isinstance(rule, scaling.NoLossScale):
+        in_unscaled = count_by_variable(unscaled, in_xla=in_xla)
     table = evidence.table
     if single_pass:
         table = table._replace(gradient=tf.cast(first_row(in_summed)[None] + 1, tf.float32))
-    rows = findings_by_cause(table, evidence.unscaled, in_weights, in_summed, in_unscaled)
+    rows = findings_by_cause(table, unscaled, in_weights, in_summed, in_unscaled)
     finite = {
         "weights_finite": tf.reduce_all(in_weights == 0),
         "loss_finite": table.losses_finite & evidence.statistics_finite,
@@ -116,7 +118,8 @@ def diagnose(
     place = scaling.find_cause(**finite)
     at_min_scale = scale_state.loss_scale <= getattr(rule, "min_scale", 0.0)
     row = tf.gather(tf.stack([rows[cause] for cause in sorted(rows)]), place - 1)
-    return Finding(scaling.find_cause(**finite, at_min_scale=at_min_scale), *tf.unstack(row))
+    finding = Finding(scaling.find_cause(**finite, at_min_scale=at_min_scale), *tf.unstack(row))
+    return finding, tf.reduce_all(in_summed[:, 0] == 0)
 
 
 def findings_by_cause(

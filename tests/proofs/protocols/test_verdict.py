@@ -110,8 +110,8 @@ def test_the_code_decides_outside_of_the_replicas_in_this_order(mirrored):
     names = [*dict.fromkeys(each for each in first if each != "all_reduce")]
 
     assert names == list(verdict.PASSES)
-    # Each replica's pass is traced once to be inspected, and called in the step.
-    assert all(first.count(name) == 4 for name in verdict.PASSES[:1])
+    # Each replica's pass is traced once; the step calls the trace.
+    assert all(first.count(name) == 2 for name in verdict.PASSES[:1])
     assert first.index("all_reduce") > first.index("sum_over_replicas")
     assert "all_reduce" not in first[first.index("judge") + 2 :]
     assert {"apply_in_replica", "apply_on_all"} <= {name for name, _ in noted[decided:]}

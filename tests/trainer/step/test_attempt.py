@@ -31,9 +31,10 @@ from trainer.step.attempt import (
     apply_or_skip,
     combined,
     diagnosed,
+    gradients_in_branch,
     on_first_replica,
-    recompute_in_branch,
     replica_step,
+    run_share,
 )
 from trainer.step.diagnose import Evidence, NonfiniteTable
 from trainer.step.report import Outcome, outcome_spec
@@ -817,32 +818,6 @@ def test_xla_compiles_a_whole_step_once(tmp_path):
     assert len(programs) == 1
 
 
-@pytest.mark.replicas(2)
-def test_a_step_is_called_with_a_global_batch_outside_of_the_replicas(mirrored):
-    """TensorFlow's own idioms, `strategy.run` and distributed datasets, are refused by name."""
-    strategy = mirrored(2)
-    with strategy.scope():
-        plan = plans.plan_of(plans.Pair(), strategy=strategy)
-        run = TrainState(plan.rule)
-    dataset = tf.data.Dataset.from_tensors(tf.ones([4]))
-    [shares] = strategy.experimental_distribute_dataset(dataset)
-
-    with pytest.raises(RuntimeError) as error:
-        tf.function(lambda: strategy.run(steps.attempt_step, args=(tf.ones([4]), plan, run)))()
-    assert (
-        "`attempt_step` must be called in cross-replica context; got a call inside strategy.run(). "
-        "It runs the replicas itself. Call attempt_step(batch, plan, run) directly in your "
-        "tf.function."
-    ) in str(error.value)
-    with pytest.raises(TypeError) as error:
-        tf.function(lambda batch: steps.attempt_step(batch, plan, run))(shares)
-    assert (
-        "`batch` must be a global batch; got the values of each replica, as a distributed dataset "
-        "yields them. Each replica takes its share of a global batch. Iterate over the "
-        "tf.data.Dataset itself."
-    ) in str(error.value)
-
-
 @pytest.mark.replicas(1)
 def test_a_plan_knows_what_it_trains():
     """Freezing or unfreezing asks for a new plan, also where as many variables stay trainable."""
@@ -853,14 +828,8 @@ def test_a_plan_knows_what_it_trains():
     step = tf.function(lambda batch: steps.attempt_step(batch, plan, run))
     step(tf.ones([4, 2]))
     model.layers[0].trainable, model.layers[3].trainable = False, True
-    names = sorted(weight.path for layer in (0, 3) for weight in model.layers[layer].weights)
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+    with pytest.raises(ValueError, match="`plan`"):
         step(tf.ones([3, 2]))
-    assert (
-        "`plan` must be made for the variables that are trained now; got one from before these "
-        f"were frozen or unfrozen: {names}. A step updates the variables that it was planned for. "
-        "Call plan_step() again, with an optimizer for the variables to train."
-    ) in str(error.value)
 
 
 BATCH = 16
@@ -977,7 +946,8 @@ def step(plan, batch, weights=None, *, scale=1.0, in_float32=None):
         inputs = inputs_of(plan, tf.constant(batch), weights, state, in_float32)
 
         def replica(inputs):
-            found = replica_step(inputs, group=plan.groups[0], plan=plan)
+            local = run_share(inputs, group=plan.groups[0], plan=plan)
+            found = replica_step(*local, inputs, group=plan.groups[0], plan=plan)
             outcome = found.outcome
             return found.gradients, outcome.loss, outcome.gradient_norm, outcome.grads_finite
 
@@ -1033,14 +1003,12 @@ def test_branches_that_take_the_sums_alone_find_the_same_bits(bound):
 
     @tf.function
     def run():
-        found = replica_step(inputs, group=plan.groups[0], plan=plan)
-        lost = found._replace(gradients=None, evidence=found.evidence._replace(unscaled=None))
-        again = recompute_in_branch(lost, state, plan)
-        return found.gradients, again.gradients, found.evidence, again.evidence
+        local = run_share(inputs, group=plan.groups[0], plan=plan)
+        found = replica_step(*local, inputs, group=plan.groups[0], plan=plan)
+        return found.gradients, gradients_in_branch(found._replace(gradients=None), state, plan)
 
-    first, again, evidence, evidence_again = plan.strategy.run(run)
+    first, again = plan.strategy.run(run)
     assert [each.numpy().tobytes() for each in first] == [each.numpy().tobytes() for each in again]
-    tf.nest.map_structure(np.testing.assert_array_equal, evidence, evidence_again)
 
 
 def test_gradients_are_clipped_and_the_norm_is_not():
@@ -1107,15 +1075,15 @@ def test_the_variable_is_named_by_its_position_in_the_model():
     )
     table = NonfiniteTable(tf.zeros([1]), tf.zeros([1, 2]), tf.ones([1]))
     gradients = [tf.constant(math.inf)]
-    evidence = Evidence(table, tf.constant(value=True), gradients, gradients)
+    evidence = Evidence(table, tf.constant(value=True), gradients)
     state = scaling.NoLossScale().initial_state()
     for place, group in enumerate(plan.groups):
         result = ReplicaResult(outcome(), evidence, [], {}, (), ())
-        found = diagnosed(result, group, state, plan)
+        found, no_inf = diagnosed(result, group, state, plan)
 
         assert Cause(int(found.cause)) is Cause.BACKWARD
         assert (int(found.bad_replica), int(found.bad_variable)) == (0, place)
-        assert (int(found.inf_count), int(found.nan_count)) == (1, 0)
+        assert (int(found.inf_count), int(found.nan_count), bool(no_inf)) == (1, 0, False)
 
 
 def test_no_variable_stays_no_variable():
@@ -1123,9 +1091,9 @@ def test_no_variable_stays_no_variable():
     plan = plan_of(Pair())
     table = NonfiniteTable(tf.ones([1]), tf.constant([[0.0, 3.0]]), tf.zeros([1]))
     good = [tf.constant(1.0), tf.constant(1.0)]
-    evidence = Evidence(table, tf.constant(value=True), good, good)
+    evidence = Evidence(table, tf.constant(value=True), good)
     result = ReplicaResult(outcome(), evidence, [], {}, (), ())
-    found = diagnosed(result, plan.groups[0], scaling.NoLossScale().initial_state(), plan)
+    found, _ = diagnosed(result, plan.groups[0], scaling.NoLossScale().initial_state(), plan)
 
     assert Cause(int(found.cause)) is Cause.FORWARD
     assert (int(found.bad_variable), int(found.nan_count)) == (-1, 3)

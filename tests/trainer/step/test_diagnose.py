@@ -24,7 +24,8 @@ from trainer.step.types import NonfiniteFlags
 
 INF, NAN = np.inf, np.nan
 REPLICAS, VARIABLES = 3, 2
-RULE = SimpleNamespace(min_scale=1.0)
+FLOOR = 2.0**-30
+RULE = SimpleNamespace(min_scale=FLOOR)
 
 
 def finding_of(
@@ -35,7 +36,7 @@ def finding_of(
     local=(0,) * REPLICAS,
     summed=(0, 0),
     unscaled=(0, 0),
-    scale=8.0,
+    scale=2.0**-20,
     rule=RULE,
     single_pass=False,
 ):
@@ -47,22 +48,25 @@ def finding_of(
         statistics_finite: whether the variables that the forward pass assigns stay finite.
         local: for each replica 1 + the position of its first bad gradient; 0 if none is bad.
         summed: an element of each gradient's sum.
-        unscaled: the same after unscaling.
+        unscaled: the same after unscaling, where the sum is finite.
         scale: the loss scale.
         rule: the loss-scale rule.
         single_pass: see `diagnose`.
     """
-    weights, summed, unscaled = (
-        [tf.constant([0.0, value]) for value in values] for values in (weights, summed, unscaled)
-    )
+    finite = [2.0**127 if value == INF else value * scale for value in unscaled]
+    summed = [value or other for value, other in zip(summed, finite, strict=True)]
+    weights, summed = ([tf.constant([0.0, each]) for each in row] for row in (weights, summed))
     table = NonfiniteTable(
         loss=tf.constant([float(sum(row) > 0) for row in losses]),
         losses=tf.constant(losses, tf.float32),
         gradient=tf.constant(local, tf.float32),
     )
-    evidence = Evidence(table, tf.constant(statistics_finite), summed, unscaled)
+    evidence = Evidence(table, tf.constant(statistics_finite), summed)
     state = SimpleNamespace(loss_scale=tf.constant(scale))
-    cause, *place = diagnose(evidence, weights, state, rule, single_pass=single_pass, in_xla=False)
+    (cause, *place), no_inf = diagnose(
+        evidence, weights, state, rule, single_pass=single_pass, in_xla=False
+    )
+    assert bool(no_inf) == (not np.isinf(summed).any())
     return Cause(int(cause)), *map(int, place)
 
 
@@ -105,12 +109,14 @@ def test_the_earliest_cause_counts(causes):
 
 
 @pytest.mark.parametrize("cause", FAULTS)
-@pytest.mark.parametrize(("scale", "rule"), [(1.0, RULE), (2.0, RULE), (1.0, SimpleNamespace())])
+@pytest.mark.parametrize(
+    ("scale", "rule"), [(FLOOR, RULE), (2 * FLOOR, RULE), (FLOOR, SimpleNamespace())]
+)
 def test_at_the_floor_no_backoff_is_left(cause, scale, rule):
     """L17: at `min_scale` an overflow is attributed to the model, because no smaller scale is left;
     other causes stay, and so does every cause under a rule without a floor.
     """
-    at_floor = scale == 1.0 and rule is RULE
+    at_floor = scale == FLOOR and rule is RULE
     curable = cause in (Cause.BACKWARD, Cause.REDUCTION)
     expected = Cause.MODEL if at_floor and curable else cause
 
@@ -188,13 +194,13 @@ def test_no_slice_has_to_be_known_to_the_compiler():
     values = [tf.TensorSpec([2]), tf.TensorSpec([3])]
 
     @tf.function
-    def run(table, summed, unscaled):
-        evidence = Evidence(NonfiniteTable(*table), tf.constant(True), summed, unscaled)
+    def run(table, summed):
+        evidence = Evidence(NonfiniteTable(*table), tf.constant(True), summed)
         state = SimpleNamespace(loss_scale=tf.constant(8.0))
         return diagnose(evidence, summed, state, RULE, single_pass=False, in_xla=True)
 
     table = [tf.TensorSpec([REPLICAS]), tf.TensorSpec([REPLICAS, 2]), tf.TensorSpec([REPLICAS])]
-    graph = run.get_concrete_function(table, values, values).graph
+    graph = run.get_concrete_function(table, values).graph
     begins = [each.inputs[1] for each in graph.get_operations() if each.type == "StridedSlice"]
 
     assert all(begin.op.type == "Const" for begin in begins)
