@@ -16,8 +16,11 @@ from scaling.telemetry.simulate_rules import best_fixed_scale
 from trainer import Checkpoints, Monitoring, Skips, StepReport, Totals
 from trainer.log.run_log import RunLog
 
-# A log line; the group leaves out what depends on the machine.
-SPEED = r"(step .*?)  [\d,]+ examples/s  \d+% waiting for data(?:  \d:\d\d:\d\d left)?"
+# What a log line says of a step, among other numbers.
+LINE = (
+    r"step +(\d+)/12 .* loss (\S+) .*loss_scale (\S+) .*?(\d+) skipped \((.*?)\) .*"
+    r"[\d,]+ examples/s  \d+% waiting for data(?:  \d:\d\d:\d\d left)?"
+)
 
 
 def run(tmp_path, **arguments):
@@ -39,11 +42,11 @@ def test_the_progress_lines(tmp_path, capsys):
     _, summary = run(tmp_path)
     lines = capsys.readouterr().out.splitlines()
 
-    steps = [re.fullmatch(SPEED, line)[1] for line in lines if line.startswith("step ")]
+    steps = [re.fullmatch(LINE, line).groups() for line in lines if line.startswith("step ")]
     assert steps == [
-        "step  4/12  33%  loss 3.0000  loss_scale 2^14  3 skipped (3 backward)",
-        "step  8/12  67%  loss -19.5000  loss_scale 2^14  3 skipped (3 backward)",
-        "step 12/12 100%  loss -55.5000  loss_scale 2^14  3 skipped (3 backward)",
+        ("4", "3.0000", "2^14", "3", "3 backward"),
+        ("8", "-19.5000", "2^14", "3", "3 backward"),
+        ("12", "-55.5000", "2^14", "3", "3 backward"),
     ]
     assert lines[-1] == str(summary)
     assert lines[-1].startswith("at step 12 after 12 steps in ")
