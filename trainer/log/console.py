@@ -202,8 +202,6 @@ def format_values(interval: Interval, totals: Totals) -> str:
         f"{name} -     " if math.isnan(value) else f"{name} {format_number(value)}"
         for name, value in means.items()
     ]
-    if not math.isnan(interval.largest_norm):
-        values.append(f"largest norm {format_number(interval.largest_norm)}")
     speed = (
         []
         if math.isnan(interval.examples_per_second)

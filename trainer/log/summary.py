@@ -83,7 +83,6 @@ class Interval:
     metrics: dict[str, float]  # training metrics over the applied steps; NaN if none was applied
     # The learning rate of the last update, keyed by the name under which it is logged.
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
-    largest_norm: float = math.nan  # largest gradient norm of the applied steps; NaN as for `loss`
 
     def scalars(self) -> dict[str, float]:
         """Returns all numbers except the step, keyed by name."""
@@ -145,7 +144,6 @@ def summarize(
         data_wait=per_second(timed.data_wait_secs.sum()) if timed else math.nan,
         metrics={name: value if applied.any() else math.nan for name, value in metrics.items()},
         learning_rates=dict(learning_rates),
-        largest_norm=float(steps.gradient_norm[applied].max()) if applied.any() else math.nan,
     )
 
 
