@@ -8,7 +8,7 @@ The noise of the code is part of the batch, and a batch is a function of its num
 resumed, retried or divided among replicas sees the same noise.
 """
 
-from trainer import Callback, Trainer  # isort: skip  # import first: it configures TensorFlow
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import numpy as np
@@ -77,27 +77,12 @@ def picture(image):
     return "\n".join("".join(" .:*#"[int(4.99 * x)] for x in row) for row in image.reshape(8, 8))
 
 
-class Samples(Callback):
-    """Prints a digit that the model draws from one noise, after 100 steps, 200, 400 and so on."""
-
-    def next_stop(self, step):
-        """Returns the next of these steps; an inner loop ends there."""
-        return next(stop for stop in (100 * 2**k for k in range(64)) if stop > step)
-
-    def after(self, step):
-        """Draws and prints, after the log line and the evaluation of the step."""
-        pixels = tf.sigmoid(self.trainer.model.decoder(np.ones([1, CODE], np.float32)))
-        print(f"step {step}", picture(keras.ops.convert_to_numpy(pixels)), sep="\n")
-
-
 def main(_):
     """Trains, prints a digit drawn from noise, and the held-out bound."""
     from datasets import load
 
     (images, _), (held_out, _) = load("digits")
-    vae = make_trainer(
-        Vae, model=Autoencoder, optimizer=lambda: keras.optimizers.Adam(2e-3), callbacks=[Samples()]
-    )
+    vae = make_trainer(Vae, model=Autoencoder, optimizer=lambda: keras.optimizers.Adam(2e-3))
     noise = np.random.default_rng(0).normal(size=[len(held_out), CODE]).astype(np.float32)
     test = {"image": held_out.reshape(-1, PIXELS), "noise": noise}
     results = run_mode(vae, batches(images.reshape(-1, PIXELS)), test)
