@@ -1,12 +1,10 @@
 """What tests reach inside of a trainer. When an inner name moves, this file follows, and no test does."""
 
-from trainer.base import atomic_files
 from trainer.checkpoint import folder
 from trainer.data.batches import untuned
 from trainer.step.randomness import key_source, make_keys
 
 __all__ = [
-    "atomic_files",
     "checkpoints",
     "current_position",
     "folder",

@@ -5,17 +5,15 @@ Every fault hits the same short run, so that the resumed run has one known resul
 
 import itertools
 import os
-import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from access import atomic_files, folder, untuned
+from access import folder, untuned
 from helpers import Linear, all_copies
 
 from trainer import Action, CheckpointError, Checkpoints, DataError, Divergence, Monitoring
@@ -81,18 +79,9 @@ def steps_saved(model_dir):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of a run without faults. Read-only for the tests."""
-    path = tmp_path_factory.mktemp("whole")
-    trainer = Steady(path)
-    (path / "bits").write_bytes(b"".join(finish(trainer)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(whole):
+def undisturbed(tmp_path_factory):
     """The bits that every resumed run must reach."""
-    return (whole / "bits").read_bytes()
+    return b"".join(finish(Steady(tmp_path_factory.mktemp("whole"))))
 
 
 def assert_resumes(model_dir, step, undisturbed, data=None, trainer=None):
@@ -417,122 +406,3 @@ def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
     assert_resumes(tmp_path, FAULT, undisturbed, trainer=healthy)
     # The action was not called at the step where the evaluation raised.
     assert healthy.callbacks[0].call.calls == (5 if place == "an evaluation" else 6)
-
-
-def flip(path):
-    """Flips one bit."""
-    file = path / "variables.data-00000-of-00001"
-    contents = bytearray(file.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    file.write_bytes(contents)
-
-
-def cut_off(path):
-    """Removes the last byte."""
-    file = path / "data.index"
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def remove(path):
-    """Removes a file."""
-    (path / "scale.index").unlink()
-
-
-def change(path):
-    """Changes a number in `run.json`."""
-    file = path / "run.json"
-    changed = re.sub(r'"batches_taken": \d+', '"batches_taken": 7', file.read_text())
-    assert changed != file.read_text()
-    file.write_text(changed)
-
-
-def empty(path):
-    """Empties `run.json`, as a loss of power can."""
-    (path / "run.json").write_text("")
-
-
-DAMAGES = [flip, cut_off, remove, change, empty]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_left_out(tmp_path, whole, undisturbed, caplog, damage):
-    """A damaged checkpoint is logged as an error that names it, and the run resumes from the previous
-    one.
-    """
-    path = tmp_path / "run"
-    shutil.copytree(whole, path)
-    damage(path / f"ckpt-{TARGET}")
-    with caplog.at_level("ERROR"):
-        assert_resumes(path, TARGET - INTERVAL, undisturbed)
-
-    [record] = caplog.records
-    assert f"ckpt-{TARGET}" in record.getMessage()
-
-
-def test_a_run_of_which_every_checkpoint_is_damaged(tmp_path, whole):
-    """It is refused, because starting over could lose what can still be recovered."""
-    path = tmp_path / "run"
-    shutil.copytree(whole, path)
-    names = [f"ckpt-{step}" for step in (12, 8, 4)]
-    for damage, name in zip(DAMAGES[:3], names, strict=True):
-        damage(path / name)
-    with pytest.raises(ValueError, match="model_dir"):
-        finish(Steady(path))
-
-    assert sorted(folder.committed(path, "ckpt")) == [4, 8, 12]
-
-
-class Killed(BaseException):
-    """Stands for a kill: no `except Exception` catches it."""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("exchanges", "done", "left"),
-    [
-        (True, 0, {"ckpt-8", "ckpt-8.tmp"}),
-        (True, 1, {"ckpt-8", "ckpt-8.tmp"}),
-        (False, 0, {"ckpt-8", "ckpt-8.tmp"}),
-        (False, 1, {"ckpt-8.old", "ckpt-8.tmp"}),
-        (False, 2, {"ckpt-8", "ckpt-8.old"}),
-    ],
-)
-def test_a_kill_in_the_middle_of_a_replacement(
-    tmp_path, whole, undisturbed, monkeypatch, exchanges, done, left
-):
-    """To replace a checkpoint, the old one and the new one exchange their names, and the old one is
-    removed. Where names cannot be exchanged, the old one is renamed, and the new one is renamed into
-    its place. Wherever the process dies in between, the next start finds exactly one complete
-    checkpoint.
-    """
-    if exchanges and sys.platform != "linux":
-        pytest.skip("only Linux exchanges names")
-    path = tmp_path / "run"
-    shutil.copytree(whole, path)
-    shutil.rmtree(path / f"ckpt-{TARGET}")
-    newest = path / "ckpt-8"
-    facts = folder.read_manifest(newest)
-    unfinished = atomic_files.begin_folder(newest)
-    shutil.copytree(newest, unfinished, dirs_exist_ok=True)
-    (unfinished / folder.MANIFEST).unlink()
-    counted = itertools.count()
-
-    def or_killed(act):
-        def acting(*args, **options):
-            if next(counted) == done:
-                raise Killed
-            return act(*args, **options)
-
-        return acting
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pathlib.Path, "rename", or_killed(pathlib.Path.rename))
-        patched.setattr(shutil, "rmtree", or_killed(shutil.rmtree))
-        exchange = or_killed(atomic_files.exchange) if exchanges else lambda *_: False
-        patched.setattr(atomic_files, "exchange", exchange)
-        with pytest.raises(Killed):
-            folder.commit(newest, facts)
-
-    assert {found.name for found in path.glob("ckpt-8*")} == left
-    assert_resumes(path, 8, undisturbed)

@@ -178,32 +178,6 @@ def incumbents(mirrored):
     return of
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
-@pytest.mark.parametrize("replicas", REPLICAS)
-def test_no_variable_is_left_out(incumbents, optimizer, replicas):
-    """The tables are complete: every variable of the model, the optimizer and the metric is in
-    exactly one group, except those of the loss scale and the learning rate, and a good step moves
-    every group to finite values.
-    """
-    run = incumbents(optimizer, replicas)
-    grouped = [variable for variables in run.groups().values() for variable in variables]
-    everyone = [*run.model.variables, *run.optimizer.variables, *run.metric.variables]
-    left_out = {id(variable): variable for variable in everyone}
-    for variable in grouped:
-        left_out.pop(id(variable), None)
-    names = sorted(variable.path.split("/")[-1] for variable in left_out.values())
-    outer = ["dynamic_scale", "iteration", "learning_rate", "step_counter"]
-    rates = ["learning_rate"] * (optimizer == "momentum")  # a schedule is not a variable
-
-    assert len({id(variable) for variable in grouped}) == len(grouped)
-    assert names == sorted(outer + rates)
-    good = run.second_step(everything.batch(replicas=replicas, seed=2))
-    assert good.pop("loss scale") == ["kept"]
-    for group, found in good.items():
-        assert worst(found) == "moved", group
-
-
 @pytest.mark.slow
 def test_what_keras_leaves_behind(incumbents):
     """L6, the other side: the poisons and replicas of `test_transaction`, under Keras's

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from catalogue.features import CustomGradient, Recomputed, Remat
+from catalogue.layers import saved_model
 from plans import plan_of
 
 import scaling
@@ -26,72 +28,20 @@ RNG = np.random.default_rng(0)
 BATCH = tf.constant(RNG.normal(size=(7, 3)).astype(np.float32))
 
 
-class Recomputed(keras.layers.Layer):
-    """A dense layer whose activations are computed again in the backward pass."""
-
-    def __init__(self):
-        """Creates the inner layer."""
-        super().__init__()
-        self.inner = keras.layers.Dense(4, activation="tanh")
-
-    def build(self, shape):
-        """Creates the inner layer's weights."""
-        self.inner.build(shape)
-
-    def call(self, inputs):
-        """The inner layer's outputs."""
-        return tf.recompute_grad(self.inner)(inputs)
-
-
-class OwnGradient(Recomputed):
-    """A dense layer under a custom gradient that doubles everything."""
-
-    def call(self, inputs):
-        """The inner layer's outputs."""
-
-        @tf.custom_gradient
-        def doubled(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                outputs = self.inner(x)
-
-            def gradient(upstream, variables=()):
-                found = tape.gradient(outputs, [x, *variables], output_gradients=2.0 * upstream)
-                return found[0], found[1:]
-
-            return tf.identity(outputs), gradient
-
-        return doubled(inputs)
-
-
 def stacked(*layers):
     """The layers between three inputs and a dense layer with one output."""
     return keras.Sequential([keras.Input([3]), *layers, keras.layers.Dense(1)])
 
 
-class Remat(Recomputed):
-    """A dense layer that Keras rematerializes."""
-
-    def call(self, inputs):
-        """The inner layer's outputs."""
-        return keras.remat(self.inner)(inputs)
-
-
-def imported(folder):
-    """A layer from a SavedModel, whose variables are `tf.Variable`s."""
-    module = tf.Module()
-    module.weight = tf.Variable(RNG.normal(size=(3, 4)).astype(np.float32))
-    module.serve = tf.function(
-        lambda x: tf.tanh(x @ module.weight), input_signature=[tf.TensorSpec([None, 3])]
-    )
-    tf.saved_model.save(module, str(folder), signatures=module.serve)
-    return stacked(keras.layers.TFSMLayer(str(folder), call_endpoint="serve", trainable=True))
+def tanh():
+    """A dense layer with four outputs."""
+    return keras.layers.Dense(4, activation="tanh")
 
 
 MODELS = {
-    "recompute_grad": lambda: stacked(Recomputed()),
-    "custom_gradient": lambda: stacked(OwnGradient()),
-    "remat": lambda: stacked(Remat()),
+    "recompute_grad": lambda: stacked(Recomputed(tanh())),
+    "custom_gradient": lambda: stacked(CustomGradient(tanh())),
+    "remat": lambda: stacked(Remat(tanh())),
     "spectral": lambda: stacked(keras.layers.SpectralNormalization(keras.layers.Dense(4))),
 }
 
@@ -187,7 +137,7 @@ def test_a_loss_may_use_gradients_of_the_weights(mirrored, replicas, parts, jit_
         pytest.skip("this loss couples the examples of a batch")
     strategy = strategy_of(mirrored, replicas)
     check_as_plain(
-        lambda: stacked(keras.layers.Dense(4, activation="tanh")),
+        lambda: stacked(tanh()),
         slope_penalty,
         strategy,
         parts,
@@ -257,9 +207,9 @@ def test_a_rematerialized_generator_is_drawn_from_once():
         after_steps(model, tf.distribute.get_strategy(), squared_error)
 
 
-def test_an_imported_layer_is_trained(tmp_path):
+def test_an_imported_layer_is_trained():
     """L19: the variables of a SavedModel, in a `TFSMLayer`, get their gradients."""
-    model = imported(tmp_path / "saved")
+    model = stacked(saved_model())
     weights = model.get_weights()
     expected = plain_steps(model, squared_error)
     model.set_weights(weights)

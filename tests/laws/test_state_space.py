@@ -110,11 +110,10 @@ BLIND_OVERFLOW = Verdict(False, Cause.BACKWARD, float("inf"))
 TINY = Verdict(True, Cause.NONE, 2.0**-100)
 
 
-def dynamic_rules(full):
-    """Yields all combinations of these constants: 192 rules, or 384 with `--full`."""
-    pairs = [(2.0, 0.5), (4.0, 0.25), (2.0, 0.25), (4.0, 0.5)]
+def dynamic_rules():
+    """Yields all combinations of these constants: 384 rules."""
     for factors, interval, hysteresis, refill, grace, intervals in itertools.product(
-        pairs if full else pairs[:2],
+        [(2.0, 0.5), (4.0, 0.25), (2.0, 0.25), (4.0, 0.5)],
         [1, 2, 3, 4],
         [1, 2, 3],
         ["growth", "finite_step"],
@@ -137,59 +136,6 @@ def every_dynamic_state(rule):
     )
 
 
-def reachable(moves, start):
-    """Returns the states that can be reached from `start` by these moves."""
-    successors = {}
-    for move in moves:
-        successors.setdefault(move.before, set()).add(move.after)
-    seen, stack = {start}, [start]
-    while stack:
-        new = successors[stack.pop()] - seen
-        seen |= new
-        stack.extend(new)
-    return seen
-
-
-@pytest.mark.slow
-def test_every_state_of_small_dynamic_rules(full, capsys):
-    """L3, L4, L11 and L17 for `DynamicLossScale`, in every state of 192 small rules (384 with
-    `--full`): no move leaves the ranges of the fields; every move equals the oracle's; incurable
-    causes change nothing; `hysteresis` overflows in a row lower the scale unless it is at the
-    floor; `grace_steps + growth_interval` finite steps raise it unless it is at the ceiling.
-    """
-    counts = np.zeros(3, int)
-    for rule in dynamic_rules(full):
-        possible = every_dynamic_state(rule)
-        states, moves = explore(rule, ALPHABET, OTHERS, possible, depth=1)
-        found = reachable(moves, oracle.numbers(rule.initial_state()))
-
-        assert possible == states, "a move leads out of the fields' ranges"
-        assert found <= set(possible)
-        assert_within_bounds(rule, states)
-        for before, verdict, after in moves:
-            expected = before
-            if verdict not in INCURABLE:
-                expected = oracle.advance(*before, verdict.grads_finite, rule)
-            assert expected == after, (rule, before, verdict)
-        assert_overflows_reach_the_floor(rule, states, lambda _, rule=rule: rule.hysteresis)
-        patience = rule.grace_steps + rule.growth_interval
-        assert_finite_steps_reach_the_ceiling(rule, states, lambda _, p=patience: p)
-        counts += len(states), len(found), len(moves)
-
-    report(full, capsys, "DynamicLossScale: {} states, {} of them reachable, {} moves", *counts)
-    assert counts.tolist() == DYNAMIC_COUNTS[full]
-
-
-DYNAMIC_COUNTS = {False: [8640, 3738, 60480], True: [17280, 8202, 120960]}
-
-
-def report(full, capsys, line, *counts):
-    """Prints a line in the full run."""
-    if full:
-        with capsys.disabled():
-            print("\n" + line.format(*(f"{count:,}" for count in counts)), end=" ")  # noqa: T201
-
-
 def tolerant_rules():
     """Yields 36 small rules."""
     for factors, interval, tolerance, scale_interval in itertools.product(
@@ -208,45 +154,6 @@ def overflows_it_takes(state, rule):
     _, _, steps, overflows, _ = state
     share = rule.tolerance
     return max(math.ceil((share * steps - overflows) / (1 - share)), 1)
-
-
-@pytest.mark.slow
-def test_states_of_small_tolerant_rules(full, capsys):
-    """L3, L4, L11 and L17 for `TolerantLossScale`, in every state within 10 steps (16 with
-    `--full`) of 36 small rules. The counters are unbounded, so not all states can be visited.
-    Overflows in a row lower the scale as soon as their fraction reaches `tolerance`, unless it is
-    at the floor; `growth_interval` finite steps raise it unless it is at the ceiling.
-    """
-    depth = 16 if full else 10
-    counts = np.zeros(2, int)
-    for rule in tolerant_rules():
-        start = oracle.numbers(rule.initial_state())
-        states, moves = explore(rule, ALPHABET, OTHERS, [start], depth)
-
-        assert_within_bounds(rule, states)
-        for _, finite_steps, steps, overflows, interval in states:
-            assert 0 <= finite_steps <= depth
-            assert 0 <= overflows <= depth
-            assert 0 <= steps <= depth
-            assert interval == rule.growth_interval or (rule.scale_interval and interval >= 1)
-        for before, verdict, after in moves:
-            expected = before
-            if verdict not in INCURABLE:
-                expected = oracle.advance_tolerant(*before, verdict.grads_finite, rule)
-            assert expected == after, (rule, before, verdict)
-        assert_overflows_reach_the_floor(
-            rule, states, lambda state, rule=rule: overflows_it_takes(state, rule)
-        )
-        # The last field is the interval. States with long intervals would take too long.
-        soon = [state for state in states if state[-1] <= 64]
-        assert_finite_steps_reach_the_ceiling(rule, soon, lambda state: state[-1])
-        counts += len(states), len(moves)
-
-    report(full, capsys, "TolerantLossScale to depth {}: {} states, {} moves", depth, *counts)
-    assert counts.tolist() == TOLERANT_COUNTS[depth]
-
-
-TOLERANT_COUNTS = {10: [1396, 8127], 16: [4297, 24997]}
 
 
 def measured(magnitude):
@@ -268,44 +175,90 @@ def headroom_rules():
         yield scaling.HeadroomLossScale(2.0, bits, interval, *factors, *bounds)
 
 
-@pytest.mark.slow
-def test_every_state_of_headroom_rules(full, capsys):
-    """L3, L4, L11 and L17 for `HeadroomLossScale`, in every state that overflows and five magnitudes
-    can reach: a scale that was just found or has just grown leaves the headroom, or is at the
-    floor; two search steps reach a bound; each overflow lowers the scale unless it is at the floor;
-    tiny gradients raise it within two intervals unless it is at the ceiling.
-    """
-    counts = np.zeros(2, int)
-    for rule in headroom_rules():
-        start = oracle.numbers(rule.initial_state())
-        states, moves = explore(rule, MEASURED, UNMEASURED, [start], depth=100)
+def initial_state(rule):
+    """The only state from which a search starts."""
+    return [oracle.numbers(rule.initial_state())]
 
-        assert {move.before for move in moves} == set(states), "the search did not finish"
+
+class Family(NamedTuple):
+    """Small rules of one kind, and how their states move."""
+
+    rules: object  # yields them
+    starts: object  # takes a rule, returns the states from which a search starts
+    alphabet: tuple
+    others: tuple
+    depth: int
+    advance: object  # takes a state, a verdict and a rule; returns the next state
+    lowers: object  # takes a state and a rule: after so many overflows the scale is lower
+    raises: object  # the same: after so many finite steps the scale is higher
+    counts: list  # of all states, and of all moves
+
+
+FAMILIES = {
+    "dynamic": Family(
+        dynamic_rules,
+        every_dynamic_state,
+        ALPHABET,
+        OTHERS,
+        1,
+        lambda state, verdict, rule: oracle.advance(*state, verdict.grads_finite, rule),
+        lambda _, rule: rule.hysteresis,
+        lambda _, rule: rule.grace_steps + rule.growth_interval,
+        [17280, 120960],
+    ),
+    "tolerant": Family(
+        tolerant_rules,
+        initial_state,
+        ALPHABET,
+        OTHERS,
+        16,  # its counters are unbounded
+        lambda state, verdict, rule: oracle.advance_tolerant(*state, verdict.grads_finite, rule),
+        overflows_it_takes,
+        lambda state, _: state[-1],
+        [4297, 24997],
+    ),
+    "headroom": Family(
+        headroom_rules,
+        initial_state,
+        MEASURED,
+        UNMEASURED,
+        100,  # more than it takes to find all
+        lambda state, verdict, rule: oracle.advance_headroom(*state, verdict[0], verdict[2], rule),
+        lambda *_: 1,
+        lambda _, rule: 2 * rule.growth_interval,
+        [2160, 21600],
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_state_of_small_rules(name):
+    """L3, L4, L11 and L17: from every state of a dynamic rule, and from every state that the others
+    reach, each move is the oracle's; incurable causes change nothing; overflows in a row lower the
+    scale unless it is at the floor, finite steps raise it unless it is at the ceiling.
+    """
+    family, counts = FAMILIES[name], np.zeros(2, int)
+    for rule in family.rules():
+        starts = family.starts(rule)
+        states, moves = explore(rule, family.alphabet, family.others, starts, family.depth)
+
         assert_within_bounds(rule, states)
         for before, verdict, after in moves:
-            finite, _, magnitude = verdict
-            expected = before
-            if verdict not in UNMEASURED:
-                expected = oracle.advance_headroom(*before, finite, magnitude, rule)
+            curable = verdict.cause not in generators.INCURABLE
+            expected = family.advance(before, verdict, rule) if curable else before
             assert expected == after, (rule, before, verdict)
-            just_found = after[3] and not before[3]
-            if after[0] > rule.min_scale and (just_found or (before[3] and after[0] > before[0])):
-                # The peak of the interval includes this step; during the search it is 0.
-                assert oracle.leaves_headroom(max(before[2], magnitude), after[0], rule)
-        assert_overflows_reach_the_floor(rule, states, lambda _: 1)
-        patience = 2 * rule.growth_interval
-        assert_finite_steps_reach_the_ceiling(rule, states, lambda _, p=patience: p)
-        searching = [state for state in states if not state[3]]
-        for verdict, bound in ((BLIND_OVERFLOW, rule.min_scale), (measured(0.0), rule.max_scale)):
-            ended = advance_all(rule, advance_all(rule, searching, verdict), verdict)
-            assert {(bound, False)} == {(state[0], state[3]) for state in ended}
+        assert_overflows_reach_the_floor(
+            rule, states, lambda state, rule=rule: family.lowers(state, rule)
+        )
+        # States with long intervals would take too long.
+        soon = [state for state in states if family.raises(state, rule) <= 64]
+        assert_finite_steps_reach_the_ceiling(
+            rule, soon, lambda state, rule=rule: family.raises(state, rule)
+        )
         counts += len(states), len(moves)
 
-    report(full, capsys, "HeadroomLossScale: {} states, {} moves", *counts)
-    assert counts.tolist() == HEADROOM_COUNTS
-
-
-HEADROOM_COUNTS = [2160, 21600]
+    assert counts.tolist() == family.counts
 
 
 LOG_MAX_RULES = [
@@ -316,7 +269,7 @@ LOG_MAX_RULES = [
 
 
 @pytest.mark.parametrize("rule", LOG_MAX_RULES, ids=["default", "narrow", "forgetful"])
-def test_states_of_log_max_rules(rule, full, capsys):
+def test_states_of_log_max_rules(rule, full):
     """L3, L11 and L17 for `LogMaxLossScale`, in every state within 4 steps (7 with `--full`) of
     overflows and five magnitudes. The running means take unboundedly many values, so not all states
     can be visited. No field is ever NaN or infinite; an overflow at least halves the scale, down to
@@ -337,14 +290,6 @@ def test_states_of_log_max_rules(rule, full, capsys):
         if verdict is BLIND_OVERFLOW:
             assert after[0] <= max(before[0] / 2, rule.min_scale), before
     assert_overflows_reach_the_floor(rule, states, lambda _: 1)
-    report(
-        full,
-        capsys,
-        "LogMaxLossScale to depth {}: {} states, {} moves",
-        depth,
-        len(states),
-        len(moves),
-    )
     # No fixed number: which states coincide depends on how float32 rounds.
     verdicts = len(MEASURED) + len(UNMEASURED)
     assert len(moves) == verdicts * len({move.before for move in moves}) > 0
