@@ -19,6 +19,7 @@ They are made from the groups' fields, so a new field has a flag. Synopsis:
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import sys
 import types
@@ -254,15 +255,20 @@ def make_trainer(
         TypeError, ValueError: for arguments that `Trainer` refuses, or if a flag stands before
             --flagfile.
     """
-    check_flag_file_first(sys.argv[1:])
+    # absl takes the last value of a flag, and `flags.cfg` has a value for every flag.
+    given = list(itertools.takewhile(lambda text: text != "--", sys.argv[1:]))
+    if any(re.match("--?flagfile(=|$)", text) for text in given[1:]) and given[0].startswith("-"):
+        raise ValueError(f"`--flagfile` must be the first flag; got {given[0]} first")
     no_gpu = not tf.config.list_physical_devices("GPU")
     if flag_values.strategy == "mirrored" and no_gpu and flag_values.logical_cpus:
         strategies.split_cpu(flag_values.logical_cpus)
     same = ("model_dir", "precision", "num_microbatches", "steps_per_loop", "log_interval", "seed")
     from_flags = {name: flag_values[name].value for name in (*same, "verbose", "loss_scale")} | {
-        "strategy": strategy_of(flag_values),
+        "strategy": flag_values.strategy,
         "jit_compile": BOOLS.get(flag_values.jit_compile, flag_values.jit_compile),
     }
+    if flag_values.tpu is not None:
+        from_flags["strategy"] = strategies.create(flag_values.strategy, [flag_values.tpu])
     for name, group in GROUPS.items():
         chosen = group_of(name, arguments.pop(name, group()), flag_values)
         if chosen != group():  # a subclass may choose its own
@@ -403,28 +409,6 @@ def evaluate(
         timeout_secs=flag_values.timeout_secs,
     )
     return results[max(results)] if results else None
-
-
-def check_flag_file_first(arguments: list[str]) -> None:
-    """Raises ValueError if a flag stands before --flagfile, which would replace it without a word.
-
-    absl takes the last value of a flag, and `flags.cfg` has a value for every flag.
-
-    Args:
-        arguments: the command line, without the script's name.
-    """
-    for place, text in enumerate(arguments):
-        if place and text == "--":
-            return
-        if place and re.match("--?flagfile(=|$)", text) and arguments[0].startswith("-"):
-            raise ValueError(f"`--flagfile` must be the first flag; got {arguments[0]} first")
-
-
-def strategy_of(flag_values: flags.FlagValues) -> str | tf.distribute.Strategy:
-    """Returns the value of the trainer's argument `strategy`."""
-    if flag_values.tpu is None:
-        return str(flag_values.strategy)
-    return strategies.create(flag_values.strategy, [flag_values.tpu])
 
 
 def text_of(flag_values: flags.FlagValues) -> str:

@@ -78,9 +78,9 @@ from trainer.run.compile_mode import (
     parts_in_mode,
     tracing,
 )
-from trainer.run.declared import check_agreed, declared_in_call, evaluated_of, of_data
+from trainer.run.declared import check_agreed, declared_in_call, evaluation_identity, of_data
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
-from trainer.run.follow import ContinuousEvaluation, identity_of
+from trainer.run.follow import ContinuousEvaluation
 from trainer.run.listeners import Results, TrainRequest
 from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop
@@ -343,23 +343,21 @@ class Trainer(Task):
 
     def __repr__(self) -> str:
         """Returns one line that says where the run stands. Waits for the device."""
-        known = vars(self)  # not all, if the constructor has raised an error
-        started = known.get("_started", False)
-        readable = started and tf.executing_eagerly()  # in the graph of a step, no variable is
-        parts = ["in a graph" if started else "not started"]
-        if readable:
-            totals = self.totals
-            parts = [f"at step {totals.attempted}, {totals.applied} applied, {totals}"]
-        if "precision" in known:
-            parts.append(self.precision.name)
-        if readable:
-            parts.append(f"loss_scale {self.loss_scale:g}")
-        if "strategy" in known:
-            replicas = self.strategy.num_replicas_in_sync
-            parts.append(f"{replicas} replica{'s' if replicas > 1 else ''}")
-        if known.get("model_dir"):
+        name = type(self).__name__
+        if not vars(self).get("_started"):  # maybe because the constructor has raised an error
+            return f"<{name}: not started>"
+        if not tf.executing_eagerly():  # in the graph of a step, no variable can be read
+            return f"<{name}: in a graph>"
+        totals, replicas = self.totals, self.strategy.num_replicas_in_sync
+        parts = [
+            f"at step {totals.attempted}, {totals.applied} applied, {totals}",
+            self.precision.name,
+            f"loss_scale {self.loss_scale:g}",
+            f"{replicas} replica{'s' if replicas > 1 else ''}",
+        ]
+        if self.model_dir:
             parts.append(f"model_dir {str(self.model_dir)!r}")
-        return f"<{type(self).__name__}: {', '.join(parts)}>"
+        return f"<{name}: {', '.join(parts)}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises TypeError: `copy` and `pickle` would have to copy variables and open files."""
@@ -492,7 +490,7 @@ class Trainer(Task):
             position = known or self._new_position(train_data, data)
             target = self._target(steps, epochs, position)
             if evaluated:
-                identity = identity_of(evaluated, eval_steps, evaluated_of(self, eval_data))
+                identity = evaluation_identity(self, eval_data, evaluated, eval_steps)
                 self._history.evaluate_on(identity, self.totals.attempted, target)
             due = self._loop.evaluation_due if self._loop else None
             request = evaluations._replace(target=target, due=due)
@@ -566,7 +564,7 @@ class Trainer(Task):
             RuntimeError: if it is called while `train` runs, in a hook or an action.
         """
         self._check_no_run("train_on_batch")
-        tensors = as_global_batch(batch, whole=self._takes_whole_batches())
+        tensors = as_global_batch(batch, whole=self._shapes()["whole"])
         loop = self._online
         # `evaluate` may have traced anew, and a loop that keeps no rows cannot return them.
         if loop and (loop.parts is not self._parts or (return_aux and not loop.parts.plan.kept)):
@@ -602,7 +600,7 @@ class Trainer(Task):
             RuntimeError: if it is called while `train` runs.
         """
         self._check_no_run("restore")
-        tensors = as_global_batch(batch, whole=self._takes_whole_batches())
+        tensors = as_global_batch(batch, whole=self._shapes()["whole"])
         self._start(tensors)
         return self.totals.attempted
 
@@ -819,8 +817,7 @@ class Trainer(Task):
             global_batch,
             self.seed or 0,
             step,
-            one_size=self._needs_one_size(),
-            whole=self._takes_whole_batches(),
+            **self._shapes(),
         )
         least = self.strategy.num_replicas_in_sync * self.num_microbatches
         if found.global_batch < least:
@@ -830,14 +827,16 @@ class Trainer(Task):
             )
         return found
 
-    def _needs_one_size(self) -> bool:
-        """Returns whether batches must have one size: their rows are exchanged in one shape."""
-        one_shape = strategies.capabilities(self.strategy).one_shape
-        return self.losses.reduction == "global" and one_shape
+    def _shapes(self) -> dict[str, bool]:
+        """Returns what the loss requires of batches, as arguments of `batches`.
 
-    def _takes_whole_batches(self) -> bool:
-        """Returns whether nothing is divided, so that nothing is required of a batch's shapes."""
-        return self.losses.reduction == "global" and self.strategy.num_replicas_in_sync == 1
+        Replicas exchange rows in one shape; where nothing is divided, rows may have any shape.
+        """
+        exchanged = self.losses.reduction == "global"
+        return {
+            "one_size": exchanged and strategies.capabilities(self.strategy).one_shape,
+            "whole": exchanged and self.strategy.num_replicas_in_sync == 1,
+        }
 
     def _new_position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns a position at the beginning of the data."""
@@ -962,7 +961,7 @@ class Trainer(Task):
             evaluation = ContinuousEvaluation(
                 self,
                 self.model_dir,
-                identity_of(found, steps, evaluated_of(self, data)),
+                evaluation_identity(self, data, found, steps),
                 start=lambda: self._start(first_batch(found), training=False),
                 evaluation=lambda: self._evaluation(found),
                 export=self._export_into,
@@ -998,9 +997,7 @@ class Trainer(Task):
         """
         if type(self).predict_batch is Task.predict_batch:
             data = all_inputs(data, self.model)
-        found = batches(
-            data, "data", self.strategy, global_batch, whole=self._takes_whole_batches()
-        )
+        found = batches(data, "data", self.strategy, global_batch, whole=self._shapes()["whole"])
         check_ends(found, "data")
         with self._with_workers():
             self._start(
@@ -1045,11 +1042,11 @@ class Trainer(Task):
         """Quickly tries everything that a long run does, then restores all variables exactly.
 
         A dry run takes two steps on real batches, evaluates one batch, saves and restores a
-        checkpoint in a temporary folder, compares the replicas, and estimates the memory. Restored
-        are all variables, metrics and generators that the trainer reaches, through any Python
-        object. What Python itself counts, a generator of data that has been read, the passes that
-        TensorFlow counts over a dataset that shuffles, and a lookup table that `update_metrics`
-        writes are not restored.
+        checkpoint in a temporary folder, compares the replicas, and says what memory weights,
+        slots and gradients need. Restored are all variables, metrics and generators that the
+        trainer reaches. What Python itself counts, a generator of data that has been read, the
+        passes that TensorFlow counts over a dataset that shuffles, and a lookup table that
+        `update_metrics` writes are not restored.
 
         Args:
             train_data: as for `train`.
@@ -1202,8 +1199,7 @@ class Trainer(Task):
             global_batch,
             limit=limit,
             like=like,
-            one_size=self._needs_one_size(),
-            whole=self._takes_whole_batches(),
+            **self._shapes(),
         )
 
     def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:

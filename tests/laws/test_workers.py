@@ -122,7 +122,7 @@ def test_a_job_that_loses_a_worker_resumes_from_its_checkpoint(undisturbed, tmp_
     print(f"worker {victim} killed: the other ended after {seconds:.1f} s")  # noqa: T201
     assert left == 1
     assert seconds < 30
-    assert f"WorkerLostError: Lost worker {victim} ({address}) after step " in printed
+    assert f"WorkerLostError: lost worker {victim} ({address}) after step " in printed
     assert not (model_dir / f"ckpt-{STEPS}").exists()
 
     (tmp_path / "noisy-0.jsonl").unlink()
@@ -159,7 +159,7 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
 
     assert codes == [1, 1]
     assert "DataError: The training data raised InvalidArgumentError after step 4" in worker
-    assert "Lost worker 1 (" in chief
+    assert "lost worker 1 (" in chief
 
 
 @pytest.mark.slow

@@ -121,25 +121,6 @@ def test_what_differs_is_named(one, other, found):
     assert places(one(), other()) == {f"model.{place}": values for place, values in found.items()}
 
 
-def test_a_frozen_layer_is_named():
-    """Layers are trainable as a rule."""
-    frozen = sequential()
-    frozen.layers[0].trainable = False
-    assert places(sequential(), frozen) == {"model.layers[0].trainable": (None, "False")}
-
-
-def test_a_layers_own_dtype_counts():
-    """Layers with the policy of the run have no dtype, others do."""
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        half, whole = sequential(), sequential(dtype="float32")
-    finally:
-        keras.config.set_dtype_policy("float32")
-    one, other = of_model(half, "mixed_bfloat16"), of_model(whole, "mixed_bfloat16")
-    assert diff(one, other) == {"model.layers[0].dtype": (None, "float32")}
-    assert one == of_model(sequential())
-
-
 class Head(keras.Model):
     """A functional model with a constructor of its own, as all of KerasHub's are."""
 
@@ -300,13 +281,3 @@ def test_large_arrays_are_sampled(monkeypatch):
         other[row] += 1
         assert same(before, text_of_array(other)) != seen
     assert text_of_array(tf.constant(X)) == before
-
-
-def test_functions_of_a_pipeline():
-    """The constants in its functions count, and files are not read."""
-    one, same, other = (
-        texts_of_pipeline(pipeline_graph(scaled((X,), factor))) for factor in (2.0, 2.0, 3.0)
-    )
-    assert one == same
-    assert one[0] == other[0]
-    assert one[1] != other[1]

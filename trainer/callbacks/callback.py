@@ -15,6 +15,8 @@ class Listener:
     # Whether the reports of all steps are read from the device before `after` is called, so that a
     # run that is stuck or has diverged ends, or goes back, first.
     reads = True
+    # Whether the run is saved if `after` raises an error. Not if it may have left half of a run.
+    saves_on_error = True
 
     def before(self, step: int) -> None:
         """Called before each inner loop, after `step` steps."""

@@ -95,18 +95,24 @@ def loss_of(trainer: "Trainer") -> dict[str, Any]:
     return {"loss_fn": loss_fn, **settings_in(trainer.losses)}
 
 
-def evaluated_of(trainer: "Trainer", data: Any) -> Fingerprint:
-    """Returns what results of evaluations depend on besides the weights, as far as it is known.
+def evaluation_identity(trainer: "Trainer", data: Any, found: EvalData, steps: int | None) -> str:
+    """Returns what distinguishes one evaluation from another, without reading a pipeline.
 
     Args:
-        trainer: the trainer.
-        data: the data, or several by name. Only arrays are described.
+        trainer: the trainer, whose loss and metrics count.
+        data: the data, or several by name. Only the values of arrays count.
+        found: the same as batches.
+        steps: the largest number of batches.
     """
-    parts = data.values() if is_named(data) else [data]
-    arrays = [as_arrays(part) for part in parts if are_arrays(part)]
+    named = data.values() if is_named(data) else [data]
+    arrays = [as_arrays(part) for part in named if are_arrays(part)]
     metrics = getattr(trainer, "_given_metrics", None)
     described = {"loss": loss_of(trainer), "metrics": metrics, "data": texts_of_arrays(arrays)}
-    return entries_of(described)
+    parts = [
+        f"{name} {one.dataset.element_spec}, {one.steps_per_epoch} steps, up to {steps}"
+        for name, one in found.items()
+    ]
+    return "; ".join([*parts, digest(json.dumps(entries_of(described), sort_keys=True))])
 
 
 def declared_in_call(

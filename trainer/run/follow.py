@@ -23,8 +23,6 @@ from trainer.callbacks.callback import Callback
 from trainer.checkpoint import folder
 from trainer.checkpoint.best import Best
 from trainer.checkpoint.saver import PREFIX
-from trainer.evaluation.eval_data import EvalData
-from trainer.fingerprint import Fingerprint, digest
 from trainer.log.console import RunConsole
 from trainer.log.run_log import format_results
 from trainer.log.writers import RunWriters
@@ -80,7 +78,6 @@ class ContinuousEvaluation:
         self._writers = RunWriters(model_dir / FOLDER)
         self._evaluated = read_evaluated(model_dir / FOLDER / "metrics.jsonl", identity)
         self._damaged: dict[str, bool] = {}  # fingerprint: whether it failed twice
-        self._fingerprints: dict[tuple[object, ...], str] = {}
         self._results: dict[int, Results] = {}
 
     def run(self, last_step: int | None, timeout_secs: float | None) -> dict[int, Results]:
@@ -133,17 +130,8 @@ class ContinuousEvaluation:
 
     def _fingerprint(self, path: pathlib.Path) -> str | None:
         """Returns what tells a checkpoint from others of its step; None if it cannot be read."""
-        try:
-            status = (path / folder.MANIFEST).stat()
-        except OSError:
-            return None
-        key = path, status.st_mtime_ns, status.st_ino, status.st_size
-        if key not in self._fingerprints:
-            text = folder.manifest_text(path)
-            if text is None:
-                return None
-            self._fingerprints[key] = fingerprint(text)
-        return self._fingerprints[key]
+        text = folder.manifest_text(path)
+        return None if text is None else fingerprint(text)
 
     def _evaluate(self, step: int, path: pathlib.Path, found: str) -> bool:
         """Evaluates a checkpoint, and returns whether it could be read."""
@@ -188,21 +176,6 @@ class ContinuousEvaluation:
         """Calls a hook of the trainer, and of its callbacks that do not act on training."""
         for listener in self._listeners:
             getattr(listener, hook)(*arguments)
-
-
-def identity_of(data: EvalData, steps: int | None, described: Fingerprint) -> str:
-    """Returns what distinguishes one evaluation from another, without reading a pipeline.
-
-    Args:
-        data: the data to evaluate on.
-        steps: the largest number of batches.
-        described: what else the results depend on: the loss, the metrics, arrays.
-    """
-    parts = [
-        f"{name} {found.dataset.element_spec}, {found.steps_per_epoch} steps, up to {steps}"
-        for name, found in data.items()
-    ]
-    return "; ".join([*parts, digest(json.dumps(described, sort_keys=True))])
 
 
 def fingerprint(manifest: str) -> str:

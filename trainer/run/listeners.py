@@ -1,13 +1,18 @@
-"""The listeners that every run has: log lines, evaluations, hooks and checkpoints."""
+"""The listeners of a run: rollbacks, log lines, evaluations, hooks and checkpoints."""
 
 import pathlib
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from absl import logging
+
 from trainer.callbacks.callback import Listener
+from trainer.callbacks.divergence import Detection, DivergedError, Divergence, LossWatch
 from trainer.checkpoint.best import Best
 from trainer.data.iterator_state import DataPosition
+from trainer.log.summary import Totals
 from trainer.loop.inner import next_multiple
+from trainer.run.parts import Parts
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver
 
@@ -145,6 +150,110 @@ class Evaluations(Periodic):
             self._best.roll_back(step, self._kept_steps())
 
 
+class Rollback(Listener):
+    """Rolls a run that has diverged back to its last good checkpoint.
+
+    It comes first: what the others would do belongs to steps that are undone.
+
+    Args:
+        trainer: a trainer that has started.
+        parts: the trainer's parts, from `build`.
+        position: the position in the training data.
+        reporter: detects a divergence, and writes the log of the steps up to it.
+        saver: restores callbacks, and saves the run after the rollback.
+        evaluations: keeps the models that were the best at the earlier step.
+        watch: the loss watch, which is rolled back together with the run.
+        divergence: the criteria for divergence, and the maximum number of rollbacks.
+        go_back: called with the step to which the run was rolled back.
+
+    Attributes:
+        went_on_at: the step at which this call of `train` went on after another one; None if it
+            began the run or restored it.
+    """
+
+    reads = False
+    saves_on_error = False
+    went_on_at: int | None = None
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        parts: Parts,
+        position: DataPosition,
+        reporter: Reporter,
+        saver: RunSaver,
+        evaluations: Evaluations,
+        watch: LossWatch,
+        divergence: Divergence,
+        go_back: Callable[[int], None],
+    ) -> None:
+        """Stores the arguments."""
+        self._trainer, self._parts, self._position = trainer, parts, position
+        self._reporter, self._saver, self._evaluations = reporter, saver, evaluations
+        self._watch, self._divergence, self._go_back = watch, divergence, go_back
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns True: a divergence may be detected in any report."""
+        del before, step
+        return True
+
+    def after(self, step: int) -> None:
+        """Rolls the run back if a divergence was detected in the reports that were read."""
+        del step
+        if detection := self._reporter.take_divergence():
+            self._roll_back(detection)
+
+    def _roll_back(self, detection: Detection) -> None:
+        """Restores the newest checkpoint from before a divergence.
+
+        Raises:
+            DivergedError: if there is no such checkpoint with these data, or the run has already
+                been rolled back `max_recoveries` times.
+        """
+        reporter, saver = self._reporter, self._saver
+        reporter.write()
+        tries = self._watch.recoveries + 1
+        checkpoints = self._parts.checkpoints
+        with self._trainer.strategy.scope():
+            path = checkpoints.restore(before=detection.first)
+        step = Totals.from_state(self._parts.state).attempted
+        of_other_data = step < self._position.began
+        if tries > self._divergence.max_recoveries or path is None or of_other_data:
+            checkpoints.resumed = False  # so that another call of `train` restores the rest, too
+            back = f"went back to {path}" if path else "there is no earlier checkpoint"
+            recoveries = self._watch.recoveries
+            raise DivergedError(f"diverged after {recoveries} recoveries: {detection.what}; {back}")
+        if self.went_on_at is not None and step <= self.went_on_at:
+            logging.warning(
+                "The run goes back to step %d, before this call of train, which undoes what was "
+                "assigned between the calls: assign it again in on_recovery",
+                step,
+            )
+        if "data" in checkpoints.facts:
+            self._position.go_back(path, checkpoints.facts)
+        batches_left_out = detection.last - step if self._divergence.skip_data else 0
+        self._position.leave_out(batches_left_out)
+        # A checkpoint of a run without a watch has no state of one; its window is empty.
+        known = checkpoints.facts["divergence"] or LossWatch(self._divergence).state()
+        self._watch.set_state(known)
+        if step == self._position.began:
+            self._watch.forget_losses()
+        self._watch.recoveries = tries
+        # Change the seed: with the same batches and random numbers, the run would diverge again.
+        self._parts.state.random_seed.assign_add(1)
+        begun = reporter.log.roll_back(step, saver.saved_interval())
+        fields = {"what": detection.what, "restored": step, "batches_left_out": batches_left_out}
+        with reporter.writing():
+            reporter.log.log_event("recovery", detection.last, {**fields, "interval_begun": begun})
+            self._evaluations.roll_back(step)
+        reporter.log.say(f"diverged: {detection.what}; back to step {step}")
+        saver.restore_callbacks()
+        self._trainer.call_hook("on_recovery", detection.last, step)
+        # Save now: a run that is killed later must not forget the rollback.
+        saver.save(step, again=True)
+        self._go_back(step)
+
+
 class Hooks(Listener):
     """The hooks for inner loops and epochs, of the trainer and of its callbacks.
 
@@ -191,6 +300,8 @@ class TimedCheckpoints(Periodic):
     It comes last, so that every checkpoint has been checked first, and includes the effects of all
     other listeners.
     """
+
+    saves_on_error = False
 
     def __init__(self, saver: RunSaver, interval: int | None, target: int) -> None:
         """Stores the arguments."""

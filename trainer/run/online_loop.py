@@ -14,12 +14,10 @@ from trainer.data.errors import MARK, DataError, reason_of
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
-from trainer.run.build import check_all_saved
 from trainer.run.listeners import TrainRequest
 from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
 from trainer.step.objective import ONLY
-from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.types import Batch, Rows
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ class OnlineLoop(OuterLoop):
         """Does what comes before the first step; see `OuterLoop.begin`."""
         self._held.enter_context(only_writer(self._trainer.model_dir))
         super().begin(first=first)
-        if self._recovery and self._parts.checkpoints.holds_other_variables():
+        if self._rollbacks and self._parts.checkpoints.holds_other_variables():
             self._saver.save(self._step, again=True)
 
     def start_recording(self) -> None:
@@ -105,15 +103,11 @@ class OnlineLoop(OuterLoop):
         """The function that takes steps."""
         return self._parts.run_batch
 
-    def _check_graph(self) -> None:
-        """Traces the step, and refuses operations that a resumed run could not repeat exactly."""
-        self._check_graph_for(self._position.data.first)
-
-    def _check_graph_for(self, batch: Batch) -> None:
-        if not tf.config.functions_run_eagerly():
-            traced = self._parts.run_batch.get_concrete_function(batch, tf.constant(0.0))
-            check_no_stateful_ops(traced.graph)
-            check_all_saved(traced, self._trainer, self._parts)
+    def _traced_step(self) -> Any:
+        """Traces the step; returns None if it runs eagerly."""
+        if tf.config.functions_run_eagerly():
+            return None
+        return self._parts.run_batch.get_concrete_function(self.batch, tf.constant(0.0))
 
     def take(self, batch: Batch) -> BatchResult:
         """Takes one step with a global batch, as tensors."""
@@ -121,7 +115,7 @@ class OnlineLoop(OuterLoop):
             return self._take(batch)
         except Exception as error:
             self._finish_saving(error)
-            self._log.log_failure(self._step, error)
+            self.log.log_failure(self._step, error)
             raise
 
     def _take(self, batch: Batch) -> BatchResult:
@@ -141,14 +135,14 @@ class OnlineLoop(OuterLoop):
         if self._count_traces() != self._traces:
             self.note_setup()
         self._step = before + 1
-        self._log.add(report, self._step, compiling=before == self._start)
+        self.log.add(report, self._step, compiling=before == self._start)
         if parts.recorder:
             spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
             with self._reporter.writing():
                 parts.recorder.keep_overflow(report, batch, spec)
         self._reporter.read()
         results = {"loss": float(report.loss.numpy()[0])}
-        counted = self._log.any_applied
+        counted = self.log.any_applied
         results |= {name: float(value) if counted else math.nan for name, value in metrics.items()}
         self._after_inner_loop(before)
         self._waiting_since = time.perf_counter()
@@ -156,7 +150,7 @@ class OnlineLoop(OuterLoop):
 
     def leave_out_time(self) -> None:
         """Leaves the time since the last step out of the reported speed and waiting."""
-        self._log.restart_clock()
+        self.log.restart_clock()
         self._waiting_since = time.perf_counter()
 
     def close(self, *, save: bool) -> None:

@@ -2,7 +2,7 @@
 
 `OuterLoop.__init__` has the list of the listeners. After each inner loop, those that are due are
 called in its order. If one of them needs the reports of the steps, these are read first: a run that
-is stuck ends, and a run that has diverged is rolled back.
+is stuck ends, and a run that has diverged is rolled back by the first listener.
 """
 
 import contextlib
@@ -21,15 +21,11 @@ from trainer.callbacks.divergence import LossWatch
 from trainer.callbacks.monitored import check_monitored
 from trainer.callbacks.monitoring import Profile
 from trainer.checkpoint import CheckpointError
-from trainer.checkpoint.best import BETTER
 from trainer.data.errors import explain
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.evaluator import UnequalLengthsError
-from trainer.fingerprint import select
-from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
 from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
-from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import LONGEST_LOOP
 from trainer.run.adapt import check_trained_as_saved
 from trainer.run.build import check_all_saved
@@ -38,6 +34,7 @@ from trainer.run.listeners import (
     Evaluations,
     Hooks,
     LogLines,
+    Rollback,
     TimedCheckpoints,
     TrainRequest,
 )
@@ -47,7 +44,6 @@ from trainer.run.lost_worker import (
     worker_loss_explained,
 )
 from trainer.run.parts import Parts
-from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter, learning_rates
 from trainer.run.saving import RunSaver
 from trainer.run.stop_signals import StopSignals, end
@@ -59,16 +55,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 UNSAVED = "several workers are not saved without each other"
-# What the log and the trackers record of what makes a run the same; `run.json` has all of it.
-RECORDED = (
-    "optimizer",
-    "loss",
-    "global_clipnorm",
-    "clipnorm",
-    "clipvalue",
-    "ema_momentum",
-    "on_overflow",
-)
 
 
 class OuterLoop:
@@ -94,48 +80,50 @@ class OuterLoop:
         request: TrainRequest,
         signals: StopSignals | None = None,
     ) -> None:
-        """Prepares saving and reporting and, if asked for, rollbacks and profiling."""
-        self._trainer = trainer
-        self._parts = parts
-        self._position = position
-        self._log = self.log = log
-        self._request = request
-        self._signals = signals
+        """Makes the listeners."""
+        self._trainer, self._parts, self._position = trainer, parts, position
+        self.log, self._request, self._signals, self._watch = log, request, signals, watch
         self._step = self._start = Totals.from_state(parts.state).attempted
         self._resumed = parts.checkpoints.latest is not None
-        self._saver = RunSaver(trainer, parts, position, watch, log, signals)
-        self._reporter = Reporter(trainer, parts, log, watch, request.target, self._call_user)
-        self._watch, self._recovery = watch, None
-        self._went_on_at: int | None = None  # where this call went on after another one
-        if watch and (divergence := trainer.monitoring.divergence):
-            self._recovery = Recovery(trainer, parts, position, log, watch, divergence)
         self._traces = 0  # of the step, when the trainer's setup was last noted
         self.failure: tf.errors.OpError | None = None  # what ended a step in its middle
 
+        self._saver = saver = RunSaver(trainer, parts, position, watch, log, signals)
+        self._reporter = Reporter(trainer, parts, log, watch, request.target, self._call_user)
         log_interval, eval_interval, start = self._intervals()
-        kept_steps = parts.checkpoints.kept_steps if self._recovery else tuple
+        kept_steps = parts.checkpoints.kept_steps if watch else tuple
         self._evaluations = Evaluations(
-            trainer, request, self._reporter, self._saver, kept_steps, eval_interval, start
+            trainer, request, self._reporter, saver, kept_steps, eval_interval, start
         )
-        self._profile = self._profiles()
-        self._checkpoints = TimedCheckpoints(
-            self._saver, trainer.checkpoints.interval, request.target
-        )
+        self._rollbacks: list[Rollback] = []
+        if watch and (divergence := trainer.monitoring.divergence):
+            self._rollbacks = [
+                Rollback(
+                    trainer,
+                    parts,
+                    position,
+                    self._reporter,
+                    saver,
+                    self._evaluations,
+                    watch,
+                    divergence,
+                    self._go_back,
+                )
+            ]
+        self._profiles = []
+        if steps := trainer.monitoring.profile_steps:
+            folder = trainer.model_dir if trainer.is_chief else None
+            self._profiles = [Profile((steps[0], steps[1]), folder, log.say)]
         # What is called between inner loops, in this order.
         self._listeners: list[Listener] = [
-            *self._profile,
+            *self._rollbacks,
+            *self._profiles,
             LogLines(self._reporter, log_interval, request.target, start),
             self._evaluations,
             *trainer.callbacks,
             Hooks(trainer, position, lambda: self._data_began),
-            self._checkpoints,
+            TimedCheckpoints(saver, trainer.checkpoints.interval, request.target),
         ]
-
-    def _profiles(self) -> list[Profile]:
-        """Returns the profile that the settings ask for, if any."""
-        steps, chief = self._trainer.monitoring.profile_steps, self._trainer.is_chief
-        folder = self._trainer.model_dir if chief else None
-        return [Profile((steps[0], steps[1]), folder, self._log.say)] if steps else []
 
     def _intervals(self) -> tuple[int | None, int | None, Callable[[], int]]:
         """Returns the intervals of log lines and evaluations, and from where they are counted.
@@ -169,13 +157,14 @@ class OuterLoop:
         check_monitored(self._trainer.callbacks, logged, results)
         checkpoints = self._parts.checkpoints
         if self._step and (checkpoints.resumed or checkpoints.latest is None):
-            self._went_on_at = self._step
-        self._saver.resume(self._log, request.target)
+            for rollback in self._rollbacks:
+                rollback.went_on_at = self._step
+        self._saver.resume(self.log, request.target)
         if self._watch and self._position.began == self._step < self._request.target:
             self._watch.forget_losses()
         self._tell_where_epochs_begin()
         if first and not (self._step or self._resumed):
-            self._log.set_aside()
+            self.log.set_aside()
         self.check(first=first)
 
     def _tell_where_epochs_begin(self) -> None:
@@ -203,7 +192,9 @@ class OuterLoop:
         if self._step >= self._request.target:
             return
         check_trained_as_saved(self._trainer, self._parts)
-        self._check_graph()
+        if step := self._traced_step():
+            check_no_stateful_ops(step.graph)
+            check_all_saved(step, self._trainer, self._parts)
         if self._request.trace_evaluation:
             self._request.trace_evaluation()
         if first and self._trainer.monitoring.check_gradients:
@@ -211,28 +202,12 @@ class OuterLoop:
             check_gradients(self._parts.plan, self._position.data.first, state)
 
     def introduce(self) -> None:
-        """Logs the model and the settings on the console and in `metrics.jsonl`."""
-        settings, rows = self._settings(), variable_rows(self._trainer.model)
-        with self._reporter.writing():
-            self._log.log_start(type(self._trainer).__name__, self._start, settings, rows)
-
-    def _settings(self) -> dict[str, Any]:
-        """Returns the settings of the run, for the log and the trackers, as JSON types."""
-        config = self._trainer.checkpoints
-        best = {"best_metric": config.best_metric, "best_is": config.best_is}
-        declared = self._saver.declared()
-        content = {at: text for at, text in declared.items() if at.startswith("data.content")}
-        return self._saver.facts() | best | select(declared, *RECORDED) | content
+        """Logs the model and the settings."""
+        self._reporter.introduce(self._start, self._saver.settings())
 
     def _tracked(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records the run with its trackers, if there are any."""
-        folder, name = self._trainer.model_dir, type(self._trainer).__name__
-        if not self._trainer.trackers:
-            return contextlib.nullcontext()
-        settings = {key: value for key, value in self._settings().items() if key != "pipeline"}
-        name = folder.resolve().name if folder else name
-        run = TrackedRun(name, settings, self._start, folder, run_id=None)
-        return self._log.trackers.recording(run, self._request.target, self._reached)
+        return self._reporter.tracked(self._start, self._saver.settings, self._reached)
 
     def _reached(self) -> int:
         """Returns the step that the run has reached."""
@@ -243,10 +218,12 @@ class OuterLoop:
         try:
             self._run()
         except Exception as error:
-            if isinstance(error, WorkerLostError) and self._terminated():
+            # SIGTERM is why another worker has ended, too.
+            terminated = self._signals and self._signals.received is signal.SIGTERM
+            if isinstance(error, WorkerLostError) and terminated:
                 end(f"stopped after step {self._step}: {UNSAVED}. WorkerLostError: {error}")
             self._finish_saving(error)
-            self._log.log_failure(self._step, error)
+            self.log.log_failure(self._step, error)
             raise
 
     def _finish_saving(self, error: Exception) -> None:
@@ -258,19 +235,15 @@ class OuterLoop:
 
     def _run(self) -> None:
         """Does what `run` says."""
-        target = self._request.target
-        strategy = self._trainer.strategy
-        # The servers may be lost with the variables.
-        on_servers = strategies.capabilities(strategy).asynchronous
-        known = self._known_progress if on_servers else self._progress
+        target, strategy = self._request.target, self._trainer.strategy
         with (
             self._tracked(),
-            self._log.console.progress_bar(self._start, target),
-            silent_members_end_the_run(strategy, self._known_progress),
-            worker_loss_explained(strategy, known),
+            self.log.console.progress_bar(self._start, target),
+            silent_members_end_the_run(strategy, self._progress),
+            worker_loss_explained(strategy, self._progress),
             contextlib.ExitStack() as ending,
         ):
-            for profile in self._profile:
+            for profile in self._profiles:
                 ending.callback(profile.end)
             if not self._parts.checkpoints.deferred:
                 self._catch_up()
@@ -298,7 +271,7 @@ class OuterLoop:
                 rest = self._listeners[self._listeners.index(evaluations) + 1 : -1]
                 self._call([each for each in rest if each.is_due(step - 1, step)])
             self._saver.save(step, again=not evaluations.unfinished)
-        if self._recovery and self._parts.checkpoints.holds_other_variables():
+        if self._rollbacks and self._parts.checkpoints.holds_other_variables():
             # So that there is a checkpoint to roll back to, which fits the optimizers.
             self._saver.save(step, again=True)
 
@@ -311,16 +284,16 @@ class OuterLoop:
         due = [each for each in self._listeners if each.is_due(before, self._step)]
         if any(listener.reads for listener in due):
             self._reporter.read()
-        if not self._rolled_back():
-            self._call(due)
+        self._call(due)
 
     def _call(self, due: Sequence[Listener]) -> None:
-        """Calls listeners after the current step, until an evaluation is stopped."""
+        """Calls listeners after the current step, until a rollback or an evaluation that stops."""
+        step = self._step
         for listener in due:
-            if listener is self._checkpoints:  # what it raises must not be saved
-                listener.after(self._step)
-            else:
-                self._call_user(functools.partial(listener.after, self._step))
+            call = functools.partial(listener.after, step)
+            self._call_user(call) if listener.saves_on_error else call()
+            if self._step != step:
+                break  # the run was rolled back
             if listener is self._evaluations and self._evaluation_was_stopped():
                 break  # the next call evaluates again, and does what comes after it
 
@@ -353,52 +326,28 @@ class OuterLoop:
         Args:
             began: the value of `time.perf_counter()` when this call of `train` began.
         """
-        totals, checkpoints = Totals.from_state(self._parts.state), self._parts.checkpoints
-        sizes, snapshot = checkpoints.bytes, self._log.history.snapshot()
-        config = self._trainer.checkpoints
-        summary = TrainSummary(
-            step=self._step,
-            steps_run=self._step - self._start,
-            totals=totals,
-            loss_scale=self._trainer.loss_scale,
-            seconds=time.perf_counter() - began,
-            checkpoint=str(checkpoints.latest) if checkpoints.latest else None,
-            checkpoint_bytes=sum(sizes.values()),
-            position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
-            best=snapshot.best(config.best_metric, BETTER[config.best_is]),
-            schedule_lag=totals.skipped if self._parts.plan.has_schedule else 0,
-            snapshot=snapshot,
-        )
-        with self._reporter.writing():
-            if checkpoints.deferred:
-                self._log.say(str(summary))
-            else:
-                self._log.log_end(summary, self._request.target)
-        return summary
+        return self._reporter.conclude(self._step, self._start, time.perf_counter() - began)
 
     def _progress(self) -> tuple[int, pathlib.Path | None]:
-        """Returns the number of attempted steps, and the newest checkpoint or None."""
-        return Totals.from_state(self._parts.state).attempted, self._parts.checkpoints.latest
+        """Returns the step after the last inner loop, and the newest checkpoint or None.
+
+        It reads no variable: that would wait for a worker that does not answer.
+        """
+        return self._step, self._parts.checkpoints.latest
 
     @property
     def evaluation_due(self) -> int | None:
         """The step whose evaluation was begun and not ended; None if there is none."""
         return self._step if self._evaluations.unfinished else None
 
-    def _known_progress(self) -> tuple[int, pathlib.Path | None]:
-        """Returns the same as of the last inner loop, without reading a variable."""
-        return self._step, self._parts.checkpoints.latest
-
-    def _check_graph(self) -> None:
-        """Traces the step, and refuses operations that a resumed run could not repeat exactly."""
+    def _traced_step(self) -> Any:
+        """Traces the step; returns None if it runs eagerly or on parameter servers."""
         run_steps = self._parts.run_steps
         traced = hasattr(run_steps, "get_concrete_function")
-        if traced and not tf.config.functions_run_eagerly():
-            arguments = (self._position.iterator, tf.constant(1))
-            with self._log.console.busy("tracing the training step ..."):
-                step = run_steps.get_concrete_function(*arguments)
-            check_no_stateful_ops(step.graph)
-            check_all_saved(step, self._trainer, self._parts)
+        if not traced or tf.config.functions_run_eagerly():
+            return None
+        with self.log.console.busy("tracing the training step ..."):
+            return run_steps.get_concrete_function(self._position.iterator, tf.constant(1))
 
     def _take_steps(self) -> None:
         """Runs one inner loop, which ends early if the run is asked to stop."""
@@ -406,8 +355,13 @@ class OuterLoop:
         longest = before + min(self._trainer.steps_per_loop, LONGEST_LOOP)
         stops = [listener.next_stop(before) for listener in self._listeners]
         end = min(longest, *(stop for stop in stops if stop is not None))
+        busy: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if before == self._start:
+            busy = self.log.console.busy(
+                "preparing the training step, and taking the first ones ..."
+            )
         try:
-            with self._preparing():
+            with busy:
                 report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
         except tf.errors.OpError as error:
             self._explain(error)
@@ -427,17 +381,11 @@ class OuterLoop:
         if self._parts.recorder or self._step < end or on_servers:
             self._reporter.read()
 
-    def _preparing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for an inner loop that says so if the first one takes long."""
-        if self._step > self._start:
-            return contextlib.nullcontext()
-        return self._log.console.busy("preparing the training step, and taking the first ones ...")
-
     def _account_for(self, report: StepReport) -> None:
         """Adds the steps of an inner loop to the step, the log and the position in the data."""
         taken, before = int(report.step.shape[0]), self._step
         self._step = before + taken
-        self._log.add(report, self._step, compiling=before == self._start)
+        self.log.add(report, self._step, compiling=before == self._start)
         self._position.taken += taken
 
     def _explain(self, error: tf.errors.OpError) -> None:
@@ -456,20 +404,10 @@ class OuterLoop:
         latest, target = self._parts.checkpoints.latest, self._request.target
         explain(error, done, target, latest, self._position.error)
 
-    def _rolled_back(self) -> bool:
-        """Rolls the run back if it has diverged, and returns whether it has."""
-        divergence = self._reporter.take_divergence() if self._recovery else None
-        if divergence is None or self._recovery is None:
-            return False
-        self._step = self._recovery.roll_back(
-            divergence, self._reporter, self._saver, self._evaluations.roll_back, self._went_on_at
-        )
+    def _go_back(self, step: int) -> None:
+        """Notes that the run was rolled back."""
+        self._step = step
         self._tell_where_epochs_begin()
-        return True
-
-    def _terminated(self) -> bool:
-        """Returns whether SIGTERM was received: that is why another worker has ended, too."""
-        return self._signals is not None and self._signals.received is signal.SIGTERM
 
     def _stop_asked(self) -> bool:
         return bool(strategies.any_worker(self._trainer.stop_asked, self._trainer.strategy))
@@ -481,10 +419,11 @@ class OuterLoop:
         that is written here, and writes the line of the whole interval.
         """
         self._reporter.read()
-        self._rolled_back()
+        for rollback in self._rollbacks:
+            rollback.after(self._step)
         self._saver.save(self._step)
         self._call_user(self._reporter.write)
-        self._log.say(f"stopped at step {self._step} of {self._request.target}, as asked")
+        self.log.say(f"stopped at step {self._step} of {self._request.target}, as asked")
 
     def _call_user(self, function: Callable[[], object]) -> None:
         """Calls code of the user, and saves the run if it raises.

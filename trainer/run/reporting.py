@@ -1,9 +1,12 @@
-"""Reads the reports of steps: ends a run that is stuck, detects divergence, writes the log."""
+"""Reads the reports of steps: ends a run that is stuck, detects divergence, writes the log.
+
+Also what the log says when a run begins and ends.
+"""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -11,10 +14,13 @@ import tensorflow as tf
 from trainer.callbacks.divergence import Detection, LossWatch
 from trainer.callbacks.stuck import TrainingStuckError, check_not_stuck
 from trainer.checkpoint import CheckpointError
+from trainer.checkpoint.best import BETTER
 from trainer.data.errors import reason_of
 from trainer.keras_compat import learning_rate_setting
+from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
-from trainer.log.summary import Interval, Totals
+from trainer.log.summary import Interval, Totals, TrainSummary
+from trainer.log.trackers import TrackedRun
 from trainer.losses.metrics import numbers_of
 from trainer.run.parts import Parts
 from trainer.step import StepPlan
@@ -106,6 +112,66 @@ class Reporter:
         for metric in metrics.values():
             metric.reset_state()
         return line
+
+    def introduce(self, step: int, settings: Mapping[str, Any]) -> None:
+        """Logs the model and the settings on the console and in `metrics.jsonl`.
+
+        Args:
+            step: the step at which the run begins, or goes on.
+            settings: the settings of the run, as JSON types.
+        """
+        rows = variable_rows(self._trainer.model)
+        with self.writing():
+            self.log.log_start(type(self._trainer).__name__, step, settings, rows)
+
+    def tracked(
+        self, step: int, settings: Callable[[], dict[str, Any]], reached: Callable[[], int]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that records the run with its trackers, if there are any.
+
+        Args:
+            step: the step at which the run begins, or goes on.
+            settings: returns the settings of the run, as JSON types.
+            reached: returns the step that the run has reached when the context ends.
+        """
+        folder, name = self._trainer.model_dir, type(self._trainer).__name__
+        if not self._trainer.trackers:
+            return contextlib.nullcontext()
+        known = {key: value for key, value in settings().items() if key != "pipeline"}
+        name = folder.resolve().name if folder else name
+        run = TrackedRun(name, known, step, folder, run_id=None)
+        return self.log.trackers.recording(run, self._target, reached)
+
+    def conclude(self, step: int, start: int, seconds: float) -> TrainSummary:
+        """Logs and returns a summary of the run.
+
+        Args:
+            step: the step that the run has reached.
+            start: the step at which this call of `train` began.
+            seconds: the duration of this call.
+        """
+        totals, checkpoints = Totals.from_state(self._parts.state), self._parts.checkpoints
+        sizes, snapshot = checkpoints.bytes, self.log.history.snapshot()
+        config = self._trainer.checkpoints
+        summary = TrainSummary(
+            step=step,
+            steps_run=step - start,
+            totals=totals,
+            loss_scale=self._trainer.loss_scale,
+            seconds=seconds,
+            checkpoint=str(checkpoints.latest) if checkpoints.latest else None,
+            checkpoint_bytes=sum(sizes.values()),
+            position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
+            best=snapshot.best(config.best_metric, BETTER[config.best_is]),
+            schedule_lag=totals.skipped if self._parts.plan.has_schedule else 0,
+            snapshot=snapshot,
+        )
+        with self.writing():
+            if checkpoints.deferred:
+                self.log.say(str(summary))
+            else:
+                self.log.log_end(summary, self._target)
+        return summary
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

@@ -35,6 +35,16 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 OF_DATA = "global_batch", "data"  # parts of a fingerprint
+# What the log and the trackers record of what makes a run the same; `run.json` has all of it.
+RECORDED = (
+    "optimizer",
+    "loss",
+    "global_clipnorm",
+    "clipnorm",
+    "clipvalue",
+    "ema_momentum",
+    "on_overflow",
+)
 
 
 class RunSaver:
@@ -249,3 +259,10 @@ class RunSaver:
             "jit_compile": trainer.jit_compile,
             **self._position.facts(),
         }
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings of the run, for the log and the trackers, as JSON types."""
+        config, declared = self._trainer.checkpoints, self.declared()
+        best = {"best_metric": config.best_metric, "best_is": config.best_is}
+        content = {at: text for at, text in declared.items() if at.startswith("data.content")}
+        return self.facts() | best | select(declared, *RECORDED) | content

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
-from trainer import Checkpoints, Losses, Skips, Trainer
-from trainer.replay.recorder import FlightRecorder
+from trainer import Checkpoints, Losses, Trainer
 from trainer.run.build import recorded_settings
 from trainer.run.slots import optimizers_by_item
 
@@ -53,14 +52,6 @@ def test_a_model_that_is_built_when_called_sees_one_example():
     assert (float(mean.numpy()[0]), float(variance.numpy()[0])) == (0.0, 1.0)
 
 
-def test_a_trainer_is_built_once():
-    """A second batch changes nothing."""
-    trainer = started(Linear(verbose=False))
-    parts = trainer._parts
-
-    assert started(trainer)._parts is parts
-
-
 def test_evaluations_have_metrics_of_their_own():
     """An evaluation during training does not reset the metrics of the training."""
 
@@ -88,23 +79,6 @@ def test_metrics_must_be_a_dict():
         started(Listed(verbose=False))
 
 
-def test_a_run_can_be_stopped_from_any_thread(mirrored):
-    """The variable that stops a run is a plain one, on any strategy."""
-    stop = started(Linear(strategy=mirrored(2), verbose=False))._parts.stop
-
-    assert isinstance(stop, tf.Variable)
-    assert not hasattr(stop, "values")
-    assert not stop.numpy()
-
-
-@pytest.mark.parametrize("records", [0, 2])
-def test_steps_are_recorded_only_if_asked(tmp_path, records):
-    """Without records there is no flight recorder, and the loop does not keep batches."""
-    trainer = started(Linear(model_dir=tmp_path, skips=Skips(max_records=records), verbose=False))
-
-    assert isinstance(trainer._parts.recorder, FlightRecorder if records else type(None))
-
-
 def test_the_settings_of_a_record_are_json_types():
     """A rule is recorded by its description, and by a text from which it is made again."""
     trainer = Linear(loss_scale=1024, seed=1, num_microbatches=2, verbose=False)
@@ -122,9 +96,6 @@ def test_the_settings_of_a_record_are_json_types():
         "num_replicas": 1,
         "strategy": "default",
     }
-    trainer = Linear(loss_scale=trainer.rule, strategy=trainer.strategy, verbose=False)
-    settings = recorded_settings(trainer)
-    assert (settings["loss_scale"], settings["strategy"]) == ("fixed:loss_scale=1024.0", None)
 
 
 def test_several_optimizers_have_items_of_their_own():
@@ -142,25 +113,6 @@ def test_items_of_a_checkpoint_have_names_of_their_own(name):
     trainer.checkpoint_items = lambda: {name: tf.Variable(1.0)}
     with pytest.raises(ValueError, match="`checkpoint_items`"):
         started(trainer)
-
-
-def test_names_in_a_checkpoint_do_not_change(tmp_path):
-    """Checkpoints of older versions stay readable: the names of the saved variables are these."""
-    trainer = Linear(model_dir=tmp_path, loss_scale="dynamic", verbose=False)
-    summary = trainer.train(slopes(1.0), steps=1, global_batch=1)
-    names = {
-        name.split("/.ATTRIBUTES")[0]
-        for name, _ in tf.train.list_variables(f"{summary.checkpoint}/variables")
-    }
-
-    assert {name.removeprefix("state/") for name in names if name.startswith("state/")} == {
-        "consecutive_skips",
-        "float32_steps",
-        "halted",
-        "outcomes",
-        "random_seed",
-        "retries",
-    }
 
 
 @pytest.mark.slow

@@ -642,38 +642,19 @@ def test_another_size_of_batches_is_no_other_data(tmp_path):
 
 
 @pytest.mark.thorough
-def test_other_versions_only_warn(before, model_dir, caplog):
-    """A run resumes from a checkpoint of another Keras, and a warning says so."""
+@pytest.mark.parametrize("place", ["versions.keras", "metrics.seen"])
+def test_what_is_only_logged(before, model_dir, caplog, place):
+    """A run resumes from a checkpoint of another Keras, or with another metric, which begins at 0."""
     path = model_dir / "ckpt-4"
     facts = folder.read_manifest(path)
-    facts["fingerprint"]["versions.keras"] = "3.0.0"
+    facts["fingerprint"][place] = "another"
     (path / "run.json").write_text(folder.sealed(facts))
     with caplog.at_level("WARNING"):
         trainer = run(model_dir)
 
-    assert [text.split(" ")[0] for text in warnings_in(caplog)] == ["versions.keras"]
+    assert [text.split(" ")[0] for text in warnings_in(caplog)] == [place]
     assert trainer.moves == before[1].moves[SAVED_AT:]
-
-
-@pytest.mark.thorough
-def test_other_values_in_the_data_are_refused(model_dir):
-    """Arrays of the same shape with other values are other data."""
-    other = slopes(*SLOPES[:-1], 3.0)
-    with pytest.raises(ValueError, match=r"`data.content\[0\]`"):
-        run(model_dir, data=other)
-    trainer = run(model_dir, data=other, checkpoints=Checkpoints(allow_changes=("data",)))
-    assert 3.0 in [2 * move - other for move in trainer.moves for other in SLOPES]
-
-
-def test_another_metric_begins_at_zero(model_dir, caplog):
-    """Values of one metric do not continue in another."""
-    path = model_dir / "ckpt-4"
-    facts = folder.read_manifest(path)
-    facts["fingerprint"]["metrics.seen"] = "Other"
-    (path / "run.json").write_text(folder.sealed(facts))
-    with caplog.at_level("WARNING"):
-        assert run(model_dir).began_with["seen"] == 0.0
-    assert [text.split(" ")[0] for text in warnings_in(caplog)] == ["metrics.seen"]
+    assert trainer.began_with["seen"] == (8.0 if place == "versions.keras" else 0.0)
 
 
 @pytest.mark.thorough

@@ -8,12 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, all_copies, assert_same_bits, copies, slopes
+from helpers import Linear, slopes
 
 import scaling
 from trainer import Checkpoints, Skips, Trainer, TrainingStuckError, find_batch_size
 from trainer.base.tracking import read_copies, tracked_variables
-from trainer.run.dry_run import activation_bytes, memory_of, state_restored
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 
@@ -280,161 +279,41 @@ def test_gradients_that_were_not_compared_are_said_to_be(caplog):
     assert "were not compared" in caplog.text
 
 
-class WithCounter(Linear):
-    """Has momentum, a metric, and a variable and a metric of the user's own."""
-
-    def __init__(self, **arguments):
-        """Creates the variable and the metric."""
-        super().__init__(verbose=False, **arguments)
-        with self.strategy.scope():
-            self.counter = tf.Variable(0.0)
-            self.own_metric = keras.metrics.Sum()
-
-    def build_optimizer(self):
-        """SGD with momentum."""
-        return keras.optimizers.SGD(0.5, momentum=0.5)
-
-    def build_metrics(self):
-        """The mean slope."""
-        return {"mean": keras.metrics.Mean()}
-
-    def update_metrics(self, batch, aux):
-        """Takes the slopes of a batch."""
-        del aux
-        self.metrics["mean"].update_state(batch["slope"])
-
-
-def metric_variables(trainer):
-    """The variables of the metrics of training and evaluation, and of the user's own metric."""
-    metrics = [metric for each in access.metrics(trainer) for metric in each.values()]
-    metrics.append(trainer.own_metric)
-    return [variable for metric in metrics for variable in metric.variables]
-
-
-def metric_bits(trainer):
-    """The bytes of every copy of every metric's variables."""
-    return [copy.tobytes() for variable in metric_variables(trainer) for copy in copies(variable)]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("raises", [False, True])
-def test_every_variable_is_restored(mirrored, replicas, raises):
-    """Weights, slots, counts, metrics and a user's variables have their bits again, even after an
-    error.
-    """
-    trainer = WithCounter(strategy=mirrored(replicas) if replicas > 1 else "default")
-    data = slopes(*[1.0] * replicas)
-    trainer.train(data, steps=1, global_batch=replicas)
-    for place, variable in enumerate(metric_variables(trainer)):
-        variable.assign(tf.ones_like(variable) * place)
-    before, totals, metrics = all_copies(trainer), trainer.totals, metric_bits(trainer)
-    expected = pytest.raises(tf.errors.AbortedError) if raises else contextlib.nullcontext()
-    with expected, state_restored(trainer, trainer._parts):
-        access.state(trainer).outcomes.assign_add(tf.ones_like(access.state(trainer).outcomes))
-        trainer.counter.assign(7.0)
-        changed = [*trainer.model.variables, *trainer.optimizer.variables]
-        for variable in [*changed, *metric_variables(trainer)]:
-            variable.assign(tf.ones_like(variable) * 3)
-        assert trainer.weight == 3.0
-        if raises:
-            raise tf.errors.AbortedError(None, None, "stop")
+def test_variables_of_the_users_own_are_restored(raises):
+    """Those of the trainer and of its metrics have their values again, even after an error."""
 
-    assert_same_bits(before, all_copies(trainer))
-    assert trainer.totals == totals
-    assert len(set(metrics)) == len(metric_variables(trainer)) == 5
-    assert metric_bits(trainer) == metrics
-    assert float(trainer.counter.numpy()) == 0.0
+    class Counting(Linear):
+        def __init__(self):
+            super().__init__(verbose=False, jit_compile=False)
+            self.counter, self.own_metric = tf.Variable(0.0), keras.metrics.Sum()
+
+        def update_metrics(self, batch, aux):
+            self.counter.assign_add(1.0)
+            self.own_metric.update_state(batch["slope"])
+            tf.debugging.assert_less(batch["slope"], 9.0)
+
+    trainer = Counting()
+    trainer.train(slopes(1.0), steps=1, global_batch=1)
+    expected = pytest.raises(tf.errors.InvalidArgumentError) if raises else contextlib.nullcontext()
+    with expected:
+        trainer.overfit_one_batch(slopes(10.0 if raises else 2.0), steps=3, global_batch=1)
+
+    assert float(trainer.counter) == float(trainer.own_metric.result()) == 1.0
+    assert (trainer.weight, trainer.totals.attempted) == (0.0, 1)
 
 
-class Dense(Trainer):
-    """One dense layer of 3 inputs and 5 outputs, whose loss is the sum of its outputs."""
-
-    def build_model(self):
-        """15 weights, and no bias."""
-        layer = keras.layers.Dense(5, use_bias=False)
-        return keras.Sequential([keras.Input([3]), layer])
-
-    def build_optimizer(self):
-        """SGD with momentum: one slot for each weight."""
-        return keras.optimizers.SGD(0.1, momentum=0.9)
-
-    def compute_loss(self, batch, training):
-        """One sum for each example."""
-        return tf.reduce_sum(self.model(batch, training=training), axis=1)
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_memory_of_a_dense_layer(mirrored, replicas, num_microbatches):
-    """Computed by hand: 4 bytes for each of 15 weights, gradients and slots; and for each example of a
-    microbatch, 5 outputs and one sum.
-    """
-    strategy = mirrored(replicas) if replicas > 1 else "default"
-    trainer = Dense(strategy=strategy, num_microbatches=num_microbatches, verbose=False)
-    batch = tf.ones([8, 3])
-    access.start(trainer, batch)
-    found = memory_of(trainer, batch)
-    examples = 8 // (replicas * num_microbatches)
+def test_the_memory_of_a_dense_layer():
+    """Computed by hand: 4 bytes for each of 15 weights, gradients and slots."""
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([3]), keras.layers.Dense(5, use_bias=False)]),
+        optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        loss_fn="mse",
+        verbose=False,
+    )
+    found = trainer.dry_run((np.ones([8, 3]), np.ones([8, 5])), global_batch=8).memory
 
     assert (found.weights, found.gradients) == (4 * 15, 4 * 15)
     # The optimizer also has its step count (8 bytes at most) and its learning rate (4 bytes).
     assert 4 * 15 < found.slots <= 4 * 15 + 12
-    assert found.activations == activation_bytes(trainer, batch) == 4 * examples * (5 + 1)
-
-
-def test_a_last_microbatch_is_rounded_up():
-    """With 7 examples in 2 microbatches, the larger one has 4."""
-    trainer = Dense(num_microbatches=2, verbose=False)
-    access.start(trainer, tf.ones([8, 3]))
-
-    assert activation_bytes(trainer, tf.ones([7, 3])) == 4 * 4 * (5 + 1)
-
-
-def test_half_precision_halves_activations():
-    """Activations in float16 have 2 bytes; casts of inputs and weights are counted as well."""
-    trainer = Dense(precision="mixed_float16", verbose=False)
-    access.start(trainer, tf.ones([8, 3]))
-    casts = 2 * (8 * 3 + 15)
-
-    assert activation_bytes(trainer, tf.ones([8, 3])) == casts + 2 * 8 * (5 + 1)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("cell", [keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU])
-def test_a_loop_counts_as_often_as_it_runs(cell):
-    """The estimate is about that of the same layer without a loop, also inside a function."""
-
-    def memory(**settings):
-        class Recurrent(Dense):
-            def build_model(self):
-                layers = [keras.layers.Dense(4), cell(16, **settings)]
-                return keras.Sequential([keras.Input([12, 3]), *layers])
-
-            def compute_loss(self, batch, training):
-                return tf.function(super().compute_loss)(batch, training)
-
-        trainer = Recurrent(verbose=False, jit_compile=False)
-        batch = tf.ones([8, 12, 3])
-        access.start(trainer, batch)
-        return activation_bytes(trainer, batch)
-
-    assert memory() == pytest.approx(memory(unroll=True), rel=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_quantized_weights_are_weights():
-    """Those of LoRA on int8 are nearly all in bytes; seeds and counters are none."""
-
-    class Quantized(Dense):
-        def build_model(self):
-            model = keras.Sequential([keras.Input([32]), keras.layers.Dense(64, use_bias=False)])
-            model.layers[0].enable_lora(2)
-            model.layers[0].quantize("int8")
-            return model
-
-    trainer = Quantized(verbose=False, jit_compile=False)
-    batch = tf.ones([8, 32])
-    access.start(trainer, batch)
-    floats = 4 * (32 * 2 + 2 * 64 + 64)  # the adapter, and a scale for each column
-    assert memory_of(trainer, batch).weights == 32 * 64 + floats

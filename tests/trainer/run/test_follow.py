@@ -272,17 +272,6 @@ def test_a_module_computes_as_in_the_run(tmp_path, model, asked, mode):
     assert trainer.jit_compile == mode
 
 
-@pytest.mark.thorough
-def test_a_missing_best_metric_is_an_error(tmp_path):
-    """It is one at the first checkpoint, when the names of the results are known."""
-    Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=1, global_batch=1)
-    trainer = Linear(
-        model_dir=tmp_path, checkpoints=Checkpoints(best_metric="b/loss"), verbose=False
-    )
-    with pytest.raises(ValueError, match="`best_metric` must be one of a/loss"):
-        trainer.evaluate_continuously({"a": tf.data.Dataset.from_tensors(slopes(1.0))})
-
-
 class Note(Callback):
     """Notes its calls."""
 

@@ -14,7 +14,6 @@ from trainer import (
     Action,
     Callback,
     Checkpoints,
-    Monitoring,
     Skips,
     Trainer,
     TrainingStuckError,
@@ -46,7 +45,6 @@ def network(**arguments):
         metrics=["mae"],
         seed=1,
         verbose=False,
-        monitoring=Monitoring(check_gradients=False),
         jit_compile=False,
         **arguments,
     )
@@ -173,7 +171,6 @@ def line(folder, **arguments):
         loss_fn="mse",
         seed=1,
         verbose=False,
-        monitoring=Monitoring(check_gradients=False),
         jit_compile=False,
         model_dir=folder,
         **arguments,
@@ -181,6 +178,14 @@ def line(folder, **arguments):
 
 
 ROWS = X, X[:, :1]  # arrays are shuffled by the seed and the step at which they begin
+
+
+def restarted(program, folder):
+    """Checks that a program that is started again ends with the bits of one that is not."""
+    whole = program(folder / "whole")
+    program(folder / "cut", stop=True)
+    again = program(folder / "cut")
+    assert_same_bits(all_copies(whole), all_copies(again))
 
 
 @pytest.mark.thorough
@@ -196,9 +201,7 @@ def test_data_begins_at_the_same_step_after_a_restart(tmp_path):
             trainer.train(ROWS, 8, global_batch=4)
         return trainer
 
-    whole = program(tmp_path / "whole")
-    program(tmp_path / "cut", stop=True)
-    assert_same_bits(all_copies(whole), all_copies(program(tmp_path / "cut")))
+    restarted(program, tmp_path)
 
 
 @pytest.mark.thorough
@@ -221,10 +224,7 @@ def test_other_data_may_follow_after_a_restart(tmp_path, arrays):
                 trainer.train(following, 10, **settings)  # noqa: B023  # called in this round
             return trainer
 
-        name = f"cut-{following is first}"
-        whole = program(tmp_path / f"whole-{following is first}")
-        program(tmp_path / name, stop=True)
-        assert_same_bits(all_copies(whole), all_copies(program(tmp_path / name)))
+        restarted(program, tmp_path / str(following is first))
 
 
 @pytest.mark.thorough
@@ -241,9 +241,7 @@ def test_a_restart_between_two_calls_keeps_both_places(tmp_path, last):
             trainer.train({"first": ROWS, "second": doubled}[last], 11, global_batch=4)
         return trainer
 
-    whole = program(tmp_path / "whole")
-    program(tmp_path / "cut", stop=True)
-    assert_same_bits(all_copies(whole), all_copies(program(tmp_path / "cut")))
+    restarted(program, tmp_path)
 
 
 @pytest.mark.thorough
@@ -342,19 +340,17 @@ def test_what_was_taken_before_an_error_can_be_saved(tmp_path, error):
     assert (resumed.weight, resumed.totals.attempted) == (1 - 3 - 10, 4)
 
 
+class Fails(Linear):
+    """Fails in a metric, after the update: the step was applied, and is not counted."""
+
+    def update_metrics(self, batch, aux):
+        """Takes no steep slope."""
+        tf.debugging.assert_less(batch["slope"], 9.0, message="too steep")
+
+
 def test_a_step_that_failed_midway_is_not_saved(tmp_path):
-    """A metric comes after the update: its error leaves a step that is not counted but was applied."""
-
-    class Fails(Linear):
-        def update_metrics(self, batch, aux):
-            tf.debugging.assert_less(batch["slope"], 9.0)
-
-    line = Fails(
-        model_dir=tmp_path,
-        verbose=False,
-        jit_compile=False,
-        monitoring=Monitoring(check_gradients=False),
-    )
+    """A checkpoint would hold a part of it."""
+    line = Fails(model_dir=tmp_path, verbose=False, jit_compile=False)
     line.train_on_batch(slopes(1.0))
     with pytest.raises(tf.errors.InvalidArgumentError):
         line.train_on_batch(slopes(10.0))
@@ -366,12 +362,7 @@ def test_a_step_that_failed_midway_is_not_saved(tmp_path):
 @pytest.mark.parametrize("online", [True, False])
 def test_going_on_after_a_step_that_failed_midway_is_not_silent(online, caplog):
     """Nobody knows which part of the step the variables hold; the next call says so, once."""
-
-    class Fails(Linear):
-        def update_metrics(self, batch, aux):
-            tf.debugging.assert_less(batch["slope"], 9.0, message="too steep")
-
-    line = Fails(verbose=False, jit_compile=False, monitoring=Monitoring(check_gradients=False))
+    line = Fails(verbose=False, jit_compile=False)
 
     def take(slope, step):
         batch = slopes(slope)

@@ -19,12 +19,6 @@ from trainer.report.facts import settings_rows
 from trainer.report.reading import read_run
 
 
-def data(examples=10, global_batch=4):
-    """Returns a data set whose last batch is short."""
-    arrays = {"x": np.ones([examples, 1], np.float32), "slope": np.ones(examples, np.float32)}
-    return untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(global_batch))
-
-
 def test_a_run_stops_when_asked(tmp_path, capsys):
     """A run ends and saves after the inner loop in which `stop` was called, and can be
     continued.
@@ -72,25 +66,6 @@ def test_an_interval_that_an_error_cut_is_logged_as_a_whole(where, tmp_path):
 
     assert list(history["step"]) == [4, 8, 12]
     np.testing.assert_allclose(history["loss"], history["mse"], rtol=1e-6)
-
-
-@pytest.mark.thorough
-def test_a_run_resumes_up_to_an_absolute_target(tmp_path):
-    """`steps` is an absolute target: the same command takes only the steps that are left."""
-
-    def run(steps):
-        trainer = Linear(model_dir=tmp_path, seed=0, verbose=False)
-        return trainer, trainer.train(data(), steps=steps)
-
-    _, first = run(4)
-    trainer, second = run(10)
-    _, third = run(10)
-
-    assert (first.steps_run, second.steps_run, third.steps_run) == (4, 6, 0)
-    assert (trainer.weight, int(trainer.optimizer.iterations.numpy())) == (-9.0, 10)
-    assert first.checkpoint.endswith("ckpt-4")
-    assert second.checkpoint == third.checkpoint
-    assert third.checkpoint.endswith("ckpt-10")
 
 
 @pytest.mark.thorough
@@ -376,19 +351,6 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, uninterrupted, how, 
     assert [step for step, _ in ended] == [0, 4, 8]
     assert logged(folder) == logged(uninterrupted.model_dir)
     assert best_of(folder) == best_of(uninterrupted.model_dir)
-
-
-@pytest.mark.thorough
-@KERAS_FILES
-def test_an_interrupted_evaluation_is_made_up_for_in_the_same_process(tmp_path):
-    """By the next call of `train`."""
-    trainer = Interrupted("stop", 8, model_dir=tmp_path)
-    trainer.go()
-    assert [step for step, _ in trainer.evaluated] == [0, 4]
-    trainer.how = None
-    trainer.go()
-    trainer.go()
-    assert [step for step, _ in trainer.evaluated] == [0, 4, 8]
 
 
 @pytest.mark.thorough

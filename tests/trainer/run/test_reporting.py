@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import access
 import keras
@@ -12,44 +13,10 @@ from access import untuned
 from helpers import STEEP, Linear, overflowing, slopes
 from plans import Pair, plan_of
 
-from trainer import Checkpoints, Divergence, Skips, TrainingStuckError
-from trainer.callbacks.divergence import LossWatch
+from trainer import Checkpoints, Skips, TrainingStuckError
 from trainer.checkpoint import CheckpointError
 from trainer.log.run_log import RunLog
-from trainer.run.reporting import Reporter, learning_rates
-from trainer.step.report import StepReport
-
-
-def report(steps, losses):
-    """The report of an inner loop of applied steps, as tensors."""
-    count = len(steps)
-    fields = {name: tf.zeros([count]) for name in StepReport._fields}
-    fields |= {
-        "step": tf.constant(steps, tf.int64),
-        "loss": tf.constant(losses),
-        "loss_scale": tf.ones([count]),
-        "weight": tf.ones([count]),
-        "grads_finite": tf.fill([count], value=True),
-        "consecutive_skips": tf.zeros([count], tf.int64),
-        "magnitude_counts": tf.zeros([count, 0]),
-        "underflow": tf.zeros([count, 0]),
-    }
-    return StepReport(**fields)
-
-
-@pytest.fixture
-def log(tmp_path):
-    """A log that writes files and prints nothing."""
-    return RunLog(tmp_path, "quiet")
-
-
-@pytest.fixture
-def reporter(tmp_path, log):
-    """A reporter that looks for losses above 10."""
-    trainer = Linear(model_dir=tmp_path, verbose=False)
-    trainer.evaluate(slopes(1.0), global_batch=1)
-    watch = LossWatch(Divergence(loss_above=10.0))
-    return Reporter(trainer, trainer._parts, log, watch, 8, lambda function: function())
+from trainer.run.reporting import learning_rates
 
 
 def train_lines(folder):
@@ -115,38 +82,6 @@ def test_metrics_start_over_at_every_log_line(tmp_path):
     assert [line["mean"] for line in train_lines(tmp_path)] == [1.0, None, 3.0]
 
 
-def test_without_new_steps_nothing_is_read_or_written(tmp_path, reporter):
-    """Reading and writing twice is the same as once."""
-    reporter.read()
-    reporter.write()
-
-    assert not reporter.diverged
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_log_line_is_written_once(tmp_path, log, reporter):
-    """A line covers the steps since the line before it."""
-    for steps, losses in [([1, 2], [1.0, 3.0]), ([3], [5.0])]:
-        log.add(report(steps, losses), steps[-1], compiling=False)
-        reporter.read()
-        reporter.write()
-        reporter.write()
-
-    assert [(line["step"], line["loss"]) for line in train_lines(tmp_path)] == [(2, 2.0), (3, 5.0)]
-
-
-def test_a_divergence_is_reported_once(log, reporter):
-    """The first divergence is kept until it is taken, even if later steps diverge too."""
-    for steps, losses in [([1, 2], [1.0, 50.0]), ([3], [90.0])]:
-        log.add(report(steps, losses), steps[-1], compiling=False)
-        reporter.read()
-
-    assert reporter.diverged
-    assert reporter.take_divergence().first == 2
-    assert not reporter.diverged
-    assert reporter.take_divergence() is None
-
-
 @pytest.mark.thorough
 def test_a_stuck_run_writes_its_log_first(tmp_path):
     """The steps that led to the error have a log line, although none was due yet."""
@@ -162,26 +97,18 @@ def test_a_stuck_run_writes_its_log_first(tmp_path):
     "error",
     [OSError(28, "No space left on device"), tf.errors.ResourceExhaustedError(None, None, "full")],
 )
-def test_an_error_of_the_file_system_names_the_folder(tmp_path, log, reporter, monkeypatch, error):
+def test_an_error_of_the_file_system_names_the_folder(tmp_path, monkeypatch, error):
     """Errors of the file system, TensorFlow's included, say which folder could not be written."""
 
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(log, "flush", fail)
-    log.add(report([1], [1.0]), 1, compiling=False)
-    reporter.read()
-    with pytest.raises(CheckpointError) as caught:
-        reporter.write()
+    monkeypatch.setattr(RunLog, "flush", fail)
+    trainer = Linear(model_dir=tmp_path, verbose=False)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))) as caught:
+        trainer.train(slopes(1.0), steps=1, global_batch=1)
 
-    assert str(caught.value).startswith(f"the log in {tmp_path} could not be written: ")
     assert caught.value.__cause__ is error
-
-
-def test_other_errors_are_not_translated(reporter):
-    """An error that is not one of the file system is raised as it is."""
-    with pytest.raises(ZeroDivisionError), reporter.writing():
-        raise ZeroDivisionError
 
 
 def falling():

@@ -11,10 +11,6 @@ from helpers import Linear, slopes
 import scaling
 from trainer import Action, Checkpoints
 from trainer.checkpoint import folder
-from trainer.log.run_log import RunLog
-from trainer.run.saving import RunSaver
-
-ONE = slopes(1.0)
 
 
 def steps_saved(model_dir):
@@ -23,10 +19,10 @@ def steps_saved(model_dir):
 
 
 def trained(model_dir, steps=3, **arguments):
-    """A trainer that has taken some steps, and the object that saves it."""
+    """A trainer that has taken some steps."""
     trainer = Linear(model_dir=model_dir, verbose=False, **arguments)
-    trainer.train(ONE, steps=steps, global_batch=1)
-    return trainer, RunSaver(trainer, trainer._parts, trainer._trained_on[-1], None)
+    trainer.train(slopes(1.0), steps=steps, global_batch=1)
+    return trainer
 
 
 class Clock:
@@ -60,20 +56,6 @@ def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
     assert steps_saved(tmp_path) == [3, 6, 7, 10, 12]
 
 
-@pytest.mark.thorough
-def test_a_step_is_saved_once(tmp_path):
-    """Saving a step again does nothing, unless the checkpoint is to be replaced."""
-    trainer, saver = trained(tmp_path)
-    for step, again, saved_weight in [(3, False, -2.0), (3, True, 7.0)]:
-        trainer.model.trainable_variables[0].assign([[7.0]])
-        saver.save(step, again=again)
-        resumed = Linear(model_dir=tmp_path, verbose=False)
-        resumed.evaluate(ONE, global_batch=1)
-        assert resumed.weight == saved_weight
-
-    assert steps_saved(tmp_path) == [3]
-
-
 class OnlyDown:
     """A rule of one's own, without a `__repr__`: the scale never rises."""
 
@@ -96,22 +78,10 @@ class OnlyDown:
 def test_a_run_with_a_rule_of_one_s_own_is_resumed(tmp_path):
     """L12: another object of the class with the same attributes is the same rule."""
     trained(tmp_path, loss_scale=OnlyDown(8.0))
-    trainer, _ = trained(tmp_path, steps=4, loss_scale=OnlyDown(8.0))
+    trainer = trained(tmp_path, steps=4, loss_scale=OnlyDown(8.0))
     assert trainer.totals.attempted == 4
     with pytest.raises(ValueError, match=r"`loss_scale` .*OnlyDown\(start=4\.0\)"):
         trained(tmp_path, steps=5, loss_scale=OnlyDown(4.0))
-
-
-def test_a_halted_run_may_go_on(tmp_path):
-    """`resume` clears the halt that an error of an earlier call of `train` has left."""
-    trainer, saver = trained(tmp_path)
-    state = access.state(trainer)
-    state.halted.assign(True)
-    state.consecutive_skips.assign(9)
-    saver.resume(RunLog(None, "quiet"), 10)
-
-    assert not state.halted.numpy()
-    assert int(state.consecutive_skips.numpy()) == 0
 
 
 @pytest.mark.thorough
@@ -119,9 +89,7 @@ def test_a_halted_run_may_go_on(tmp_path):
 def test_an_allowed_seed_takes_effect(tmp_path, seed, expected):
     """With "seed" allowed to change, a new seed is used; without one, the saved seed is kept."""
     trained(tmp_path, seed=1)
-    trainer, _ = trained(
-        tmp_path, steps=4, seed=seed, checkpoints=Checkpoints(allow_changes=["seed"])
-    )
+    trainer = trained(tmp_path, steps=4, seed=seed, checkpoints=Checkpoints(allow_changes=["seed"]))
 
     assert int(access.state(trainer).random_seed.numpy()) == expected
 

@@ -314,23 +314,6 @@ def test_a_run_in_another_thread_leaves_signals_alone():
     assert wakeup != -1
 
 
-@pytest.mark.thorough
-def test_handlers_are_restored_when_a_run_raises():
-    """The run installs its own handlers; the fixture of this file checks that they are restored."""
-    meanwhile = []
-
-    class Raising(Linear):
-        def on_loop_begin(self, step):
-            meanwhile.extend(signal.getsignal(each) for each in STOPPED)
-            raise RuntimeError("as it was asked to")
-
-    with pytest.raises(RuntimeError) as raised:
-        Raising(verbose=False).train(slopes(1.0, 2.0), steps=2, global_batch=2)
-
-    assert str(raised.value) == "as it was asked to"
-    assert [handler.__func__ for handler in meanwhile] == [stop_signals.StopSignals._handle] * 2
-
-
 def test_a_signal_at_the_last_moment_is_handled():
     """A signal that arrives before the run restores the handlers ends that run: it is not lost, and
     it does not ask a run to stop that has already ended.
