@@ -1,16 +1,11 @@
-"""A training run that tests send signals to: python signalled_run.py MODEL_DIR SLOW STEPS.
+"""A training run that tests send signals to, in the phase that is slow: a key of `SLOW`.
 
-SLOW is the phase of the run that is slow: a key of `SLOW`. The run appends a line to
-`MODEL_DIR/events.txt` at the start of every inner loop and of every nap in its slow phase.
+The run appends a line to `MODEL_DIR/events.txt` at the start of every inner loop and of every nap
+in its slow phase.
 """
 
 import functools
-import os
-import pathlib
-import sys
 import time
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
@@ -27,8 +22,6 @@ SLOW = {
     "saving": 0.1,
     "saving in a thread": 0.1,
     "acting": 0.3,
-    "one long step": 120.0,
-    "one long save": 120.0,
     "nothing": 0.0,
 }
 EVENTS = "events.txt"
@@ -90,9 +83,8 @@ def data(nap=lambda: None):
 def make(model_dir, slow="nothing", data_resume="skip", **arguments):
     """Returns the trainer. A run saves and acts only if that is its slow phase."""
     arguments = {"model_dir": model_dir, "verbose": False} | arguments
-    saves = slow in ("saving", "saving in a thread", "one long save", "one long step")
     checkpoints = Checkpoints(
-        interval=INTERVAL if saves else None,
+        interval=INTERVAL if "sav" in slow else None,
         background=slow == "saving in a thread",
         data_resume=data_resume,
     )
@@ -105,19 +97,15 @@ def make(model_dir, slow="nothing", data_resume="skip", **arguments):
 def train(trainer, slow, steps):
     """Trains with one slow phase. A save is slow because files are slow to reach the disk."""
     nap = functools.partial(trainer.nap, slow, SLOW[slow])
-    batches, flushes = [], []
 
     def nap_in_batch():
-        batches.append(None)
-        if slow == "training" or (slow == "one long step" and len(batches) > 2 * INTERVAL + 1):
+        if slow == "training":
             nap()
         if slow == "saving in a thread":
             time.sleep(SLOW["training"])
 
     def nap_in_flush(path, flush=atomic_files.flush_to_disk):
-        flushes.append(path)
-        if "long" not in slow or f"ckpt-{2 * INTERVAL}" in str(path):
-            nap()
+        nap()
         flush(path)
 
     evaluation = {}
@@ -135,14 +123,3 @@ def train(trainer, slow, steps):
 def bits(trainer):
     """Returns the bytes of every copy of every variable of the model and the optimizer."""
     return [copy.tobytes() for copies in all_copies(trainer).values() for copy in copies]
-
-
-def main(model_dir, slow, steps):
-    """Trains until the given step."""
-    path = pathlib.Path(model_dir)
-    path.mkdir(exist_ok=True)
-    train(make(path, slow), slow, int(steps))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

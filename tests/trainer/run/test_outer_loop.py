@@ -101,36 +101,6 @@ def test_an_error_between_steps_says_where_the_run_stands(tmp_path, saved):
     assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-4"] * saved
 
 
-@pytest.mark.slow
-def test_the_history_of_a_run_does_not_show_its_interruptions(tmp_path):
-    """The history and the best result of a run are the same to the bit whether one process took all
-    steps or two; each call's summary ends where the call did.
-    """
-    arguments = {"global_batch": 1, "eval_data": slopes(1.0), "eval_interval": 2}
-    arrays = slopes(1.0, 2.0, 3.0)
-
-    def run(*targets, folder=None):
-        trainer = Linear(model_dir=folder, log_interval=2, seed=0, verbose=False)
-        for steps in targets:
-            yield trainer.train(arrays, steps=steps, **arguments)
-
-    def numbers(summary):
-        timed = {"examples_per_second", "steps_per_second", "data_wait"}
-        return {n: column.tolist() for n, column in summary.history.items() if n not in timed}
-
-    [whole] = run(8)
-    part, calls = run(4, 6, folder=tmp_path)
-    processes, again = run(8, 8, folder=tmp_path)
-
-    assert numbers(processes) == numbers(again) == numbers(whole)
-    assert processes.best == again.best == whole.best
-    assert whole.history["step"].tolist() == whole.history["val_step"].tolist() == [2, 4, 6, 8]
-    assert part.history["step"].tolist() == [2, 4]
-    assert calls.history["val_step"].tolist() == [2, 4, 6]
-    assert (again.steps_run, whole.best.metric, whole.best.step) == (0, "loss", 8)
-    assert whole.best.results == {"loss": whole.history["val_loss"][-1]}
-
-
 @pytest.mark.thorough
 def test_a_run_that_left_no_checkpoint_begins_a_new_log(tmp_path):
     """Each step stands once in the log, although a run that was killed had begun one."""
@@ -354,35 +324,8 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, uninterrupted, how, 
 
 
 @pytest.mark.thorough
-def test_a_hook_that_raises_before_an_evaluation_loses_nothing(tmp_path):
-    """The resumed run evaluates, and ends the epoch, before its first step."""
-
-    class Once(Linear):
-        def on_log(self, step, values):
-            if step == 4 and raises:
-                raise OSError("no space")
-
-        def on_epoch_end(self, epoch):
-            ended.append(epoch)
-
-    def run():
-        trainer = Once(model_dir=tmp_path, log_interval=4, steps_per_loop=4, verbose=False)
-        found = slopes(*[1.0] * 8)
-        trainer.train(found, steps=8, global_batch=2, eval_data=found, eval_interval=4)
-
-    ended, raises = [], True
-    with pytest.raises(OSError, match="no space"):
-        run()
-    raises = False
-    run()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["split"] == "validation"] == [4, 8]
-    assert ended == [1, 2]
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("hook", ["on_evaluate_begin", "on_evaluate_end"])
+@pytest.mark.parametrize("hook", ["on_log", "on_evaluate_begin", "on_evaluate_end"])
 def test_an_evaluation_that_a_hook_interrupted_is_repeated(hook, saved, tmp_path):
     """The next call of `train` makes up for it, with a model_dir and without."""
 
@@ -401,6 +344,7 @@ def test_an_evaluation_that_a_hook_interrupted_is_repeated(hook, saved, tmp_path
         optimizer="sgd",
         loss_fn="mse",
         model_dir=tmp_path / "run" if saved else None,
+        log_interval=2,
         verbose=False,
     )
     x = np.ones([4, 1], np.float32)

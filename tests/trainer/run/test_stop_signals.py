@@ -19,7 +19,7 @@ import signalled_run
 from blocked_run import BLOCKS
 from helpers import Linear, slopes
 from jobs import workers
-from signalled_run import EVENTS, INTERVAL, SLOW, bits, data, events, make, train
+from signalled_run import EVENTS, SLOW, bits, data, events, make, train
 
 from trainer import Checkpoints
 from trainer.checkpoint import folder
@@ -27,10 +27,8 @@ from trainer.run import stop_signals
 
 pytestmark = pytest.mark.sampled
 
-SCRIPT = pathlib.Path(signalled_run.__file__)
-ROOT = SCRIPT.parents[1]
+ROOT = pathlib.Path(signalled_run.__file__).parents[1]
 STOPPED = (signal.SIGTERM, signal.SIGINT)
-ONE_LONG = ["one long step", "one long save"]
 TARGET = 600  # more steps than any run takes before its signal
 PHASES = ["training", "evaluating", "saving", "acting", "saving in a thread"]
 
@@ -169,26 +167,6 @@ def interrupted(trainer, phase, wait, number=signal.SIGTERM):
     with in_a_thread(*send), pytest.raises((SystemExit, KeyboardInterrupt)) as raised:
         train(trainer, phase, 10**6)
     return raised.value, seen[0]
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    """Starts one run per slow phase together, each in a process and a folder of its own."""
-    folders = {slow: tmp_path_factory.mktemp("process") for slow in ONE_LONG}
-    started = {}
-    for slow, path in folders.items():
-        with (path / "printed.txt").open("w") as printed:
-            process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(path), slow, "1000000"],
-                env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-            )
-        started[slow] = process, path
-    yield started
-    for process, _ in started.values():
-        process.kill()
-        process.wait()
 
 
 def finish(model_dir):
@@ -396,40 +374,6 @@ def test_a_second_signal_ends_a_process_that_cannot_print(reader):
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slow", "second", "code"),
-    [("one long step", signal.SIGTERM, 128 + 15), ("one long save", signal.SIGINT, 128 + 2)],
-)
-def test_a_second_signal_ends_the_process_at_once(processes, undisturbed, slow, second, code):
-    """It waits neither for a graph call nor for a save. Earlier checkpoints are intact, a half-written
-    one is removed at the next start, and the run resumes.
-    """
-    process, model_dir = processes[slow]
-    newest = model_dir / f"ckpt-{2 * INTERVAL}"
-    unfinished = newest.with_name(newest.name + ".tmp")
-    slow_part = newest if slow == "one long step" else unfinished / "variables.index"
-    wait_until(lambda: slow in events(model_dir) and slow_part.exists(), process)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None
-    began = time.monotonic()
-    process.send_signal(second)
-    assert process.wait(30) == code
-    seconds = time.monotonic() - began
-    print(f"{slow}: exited {seconds:.2f} s after the second signal")  # noqa: T201
-
-    message = "second stop signal: exiting at once, nothing more is saved\n"
-    assert (model_dir / "printed.txt").read_text().endswith(message)
-    step = newest_checkpoint(model_dir)
-    assert step == (INTERVAL if slow == "one long save" else 2 * INTERVAL)
-    assert unfinished.exists() == (slow == "one long save")
-    assert finish(model_dir) == undisturbed
-    assert first_loop_step(model_dir) == step
-    assert not unfinished.exists()
 
 
 @pytest.mark.slow
