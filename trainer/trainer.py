@@ -6,7 +6,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -79,8 +79,6 @@ from trainer.run.compile_mode import (
     tracing,
 )
 from trainer.run.declared import check_agreed, declared_in_call, evaluation_identity, of_data
-from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
-from trainer.run.follow import ContinuousEvaluation
 from trainer.run.listeners import Results, TrainRequest
 from trainer.run.lost_worker import worker_loss_explained
 from trainer.run.online_loop import OnlineLoop
@@ -104,6 +102,9 @@ from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.updates import Updates
 from trainer.step.xla import COMPILE_MODES
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
+
+if TYPE_CHECKING:
+    from trainer.run.dry_run import DryRun, Overfit
 
 # Attributes that no trace reads, or that the trainer sets itself: setting them traces nothing anew.
 UNTRACED = (
@@ -503,7 +504,12 @@ class Trainer(Task):
             self._loop = loop
             self._begin(loop, target, None if known else (train_data, global_batch, position))
             loop.note_setup()
-            self._take_steps(loop)
+            self._running = threading.get_ident()  # changes of settings are refused meanwhile
+            try:
+                self._call_hook("on_train_begin")
+                loop.run()
+            finally:
+                self._running = None
             summary = loop.conclude(began)
             self._call_hook("on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
@@ -521,15 +527,6 @@ class Trainer(Task):
         if not strategies.capabilities(self.strategy).multi_worker:
             return contextlib.nullcontext()
         return worker_loss_explained(self.strategy, progress)
-
-    def _take_steps(self, loop: OuterLoop) -> None:
-        """Calls `on_train_begin` and runs the loop; changes of settings are refused meanwhile."""
-        self._running = threading.get_ident()
-        try:
-            self._call_hook("on_train_begin")
-            loop.run()
-        finally:
-            self._running = None
 
     def _call_hook(self, hook: str, *arguments: Any) -> None:
         """Calls a hook, unless this call of `train` has been left to a later one."""
@@ -949,6 +946,8 @@ class Trainer(Task):
                 it has several workers, or for the same reasons as `evaluate`.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT.
         """
+        from trainer.run.follow import ContinuousEvaluation  # noqa: PLC0415  # few programs need it
+
         if self.model_dir is None:
             raise ValueError("`model_dir` must be given for evaluate_continuously; got None")
         if self._begun:  # which would lose its weights
@@ -1038,7 +1037,7 @@ class Trainer(Task):
 
     def dry_run(
         self, train_data: Any, *, global_batch: int | None = None, eval_data: Any = None
-    ) -> DryRun:
+    ) -> "DryRun":
         """Quickly tries everything that a long run does, then restores all variables exactly.
 
         A dry run takes two steps on real batches, evaluates one batch, saves and restores a
@@ -1060,6 +1059,8 @@ class Trainer(Task):
             ValueError: with several workers or parameter servers.
             TypeError, ValueError: for the same reasons as `train`.
         """
+        from trainer.run.dry_run import dry_run  # noqa: PLC0415  # few programs need it
+
         check_one_process("dry_run", self.strategy)
         self._withdraw_stop()
         data = self._batches(train_data, global_batch)
@@ -1075,7 +1076,7 @@ class Trainer(Task):
 
     def overfit_one_batch(
         self, train_data: Any, steps: int = 100, *, global_batch: int | None = None
-    ) -> Overfit:
+    ) -> "Overfit":
         """Trains on the first batch alone, then restores all variables exactly.
 
         If the model, the loss and the learning rate work together, the loss on one batch comes
@@ -1092,6 +1093,8 @@ class Trainer(Task):
         Raises:
             ValueError: with several workers or parameter servers.
         """
+        from trainer.run.dry_run import overfit  # noqa: PLC0415  # few programs need it
+
         check_one_process("overfit_one_batch", self.strategy)
         self._withdraw_stop()
         data = self._batches(train_data, global_batch)

@@ -29,7 +29,6 @@ from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.loop.inner import LONGEST_LOOP
 from trainer.run.adapt import check_trained_as_saved
 from trainer.run.build import check_all_saved
-from trainer.run.gradient_check import check_gradients
 from trainer.run.listeners import (
     Evaluations,
     Hooks,
@@ -198,6 +197,8 @@ class OuterLoop:
         if self._request.trace_evaluation:
             self._request.trace_evaluation()
         if first and self._trainer.monitoring.check_gradients:
+            from trainer.run.gradient_check import check_gradients  # noqa: PLC0415  # on request
+
             state = self._parts.state.loss_scaler.state
             check_gradients(self._parts.plan, self._position.data.first, state)
 

@@ -246,23 +246,28 @@ class RunSaver:
         return self._parts.declared | compiled | self._position.declared()
 
     def facts(self) -> dict[str, Any]:
-        """Returns the short entries of `run.json` that do not change during training."""
+        """Returns the entries of `run.json` that are read before fingerprints are compared."""
         trainer = self._trainer
         return {
-            "versions": versions(),
-            "precision": trainer.precision.name,
             "loss_scale": text_of_rule(trainer.rule),
-            "seed": trainer.seed,
             "num_replicas": trainer.strategy.num_replicas_in_sync,
-            "num_microbatches": trainer.num_microbatches,
-            "strategy": type(trainer.strategy).__name__,
             "jit_compile": trainer.jit_compile,
             **self._position.facts(),
         }
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run, for the log and the trackers, as JSON types."""
-        config, declared = self._trainer.checkpoints, self.declared()
-        best = {"best_metric": config.best_metric, "best_is": config.best_is}
+        trainer, declared = self._trainer, self.declared()
         content = {at: text for at, text in declared.items() if at.startswith("data.content")}
-        return self.facts() | best | select(declared, *RECORDED) | content
+        return {
+            "versions": versions(),
+            "precision": trainer.precision.name,
+            "seed": trainer.seed,
+            "num_microbatches": trainer.num_microbatches,
+            "strategy": type(trainer.strategy).__name__,
+            "best_metric": trainer.checkpoints.best_metric,
+            "best_is": trainer.checkpoints.best_is,
+            **self.facts(),
+            **select(declared, *RECORDED),
+            **content,
+        }
