@@ -77,7 +77,7 @@ class LossWatch:
 
     def __init__(self, divergence: Divergence) -> None:
         """Stores the criteria, and starts with an empty window."""
-        self._divergence = divergence
+        self.divergence = divergence
         self._recent: list[
             tuple[int, float]
         ] = []  # (step, loss) of the last `window` applied steps
@@ -97,13 +97,13 @@ class LossWatch:
         return None
 
     def _detect_at(self, step: int, loss: float) -> Detection | None:
-        bound, rise = self._divergence.loss_above, self._divergence.rise
+        bound, rise = self.divergence.loss_above, self.divergence.rise
         if bound is not None and loss > bound:
             return Detection(step, step, f"loss {loss:g} above {bound:g} at step {step}")
         if rise is None:
             return None
-        self._recent = [*self._recent, (step, loss)][-self._divergence.window :]
-        if len(self._recent) < self._divergence.window:
+        self._recent = [*self._recent, (step, loss)][-self.divergence.window :]
+        if len(self._recent) < self.divergence.window:
             return None
         mean = math.fsum(loss for _, loss in self._recent) / len(self._recent)
         if self._lowest and mean > (limit := self._lowest + (rise - 1) * abs(self._lowest)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from absl import logging
 
 from trainer.callbacks.callback import Listener
-from trainer.callbacks.divergence import Detection, DivergedError, Divergence, LossWatch
+from trainer.callbacks.divergence import Detection, DivergedError, LossWatch
 from trainer.checkpoint.best import Best
 from trainer.data.iterator_state import DataPosition
 from trainer.log.summary import Totals
@@ -162,8 +162,7 @@ class Rollback(Listener):
         reporter: detects a divergence, and writes the log of the steps up to it.
         saver: restores callbacks, and saves the run after the rollback.
         evaluations: keeps the models that were the best at the earlier step.
-        watch: the loss watch, which is rolled back together with the run.
-        divergence: the criteria for divergence, and the maximum number of rollbacks.
+        watch: the loss watch, which has the criteria, and is rolled back together with the run.
         go_back: called with the step to which the run was rolled back.
 
     Attributes:
@@ -184,13 +183,12 @@ class Rollback(Listener):
         saver: RunSaver,
         evaluations: Evaluations,
         watch: LossWatch,
-        divergence: Divergence,
         go_back: Callable[[int], None],
     ) -> None:
         """Stores the arguments."""
         self._trainer, self._parts, self._position = trainer, parts, position
         self._reporter, self._saver, self._evaluations = reporter, saver, evaluations
-        self._watch, self._divergence, self._go_back = watch, divergence, go_back
+        self._watch, self._go_back = watch, go_back
 
     def is_due(self, before: int, step: int) -> bool:
         """Returns True: a divergence may be detected in any report."""
@@ -218,7 +216,7 @@ class Rollback(Listener):
             path = checkpoints.restore(before=detection.first)
         step = Totals.from_state(self._parts.state).attempted
         of_other_data = step < self._position.began
-        if tries > self._divergence.max_recoveries or path is None or of_other_data:
+        if tries > self._watch.divergence.max_recoveries or path is None or of_other_data:
             checkpoints.resumed = False  # so that another call of `train` restores the rest, too
             back = f"went back to {path}" if path else "there is no earlier checkpoint"
             recoveries = self._watch.recoveries
@@ -231,10 +229,10 @@ class Rollback(Listener):
             )
         if "data" in checkpoints.facts:
             self._position.go_back(path, checkpoints.facts)
-        batches_left_out = detection.last - step if self._divergence.skip_data else 0
+        batches_left_out = detection.last - step if self._watch.divergence.skip_data else 0
         self._position.leave_out(batches_left_out)
         # A checkpoint of a run without a watch has no state of one; its window is empty.
-        known = checkpoints.facts["divergence"] or LossWatch(self._divergence).state()
+        known = checkpoints.facts["divergence"] or LossWatch(self._watch.divergence).state()
         self._watch.set_state(known)
         if step == self._position.began:
             self._watch.forget_losses()

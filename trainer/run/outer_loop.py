@@ -94,21 +94,8 @@ class OuterLoop:
         self._evaluations = Evaluations(
             trainer, request, self._reporter, saver, kept_steps, eval_interval, start
         )
-        self._rollbacks: list[Rollback] = []
-        if watch and (divergence := trainer.monitoring.divergence):
-            self._rollbacks = [
-                Rollback(
-                    trainer,
-                    parts,
-                    position,
-                    self._reporter,
-                    saver,
-                    self._evaluations,
-                    watch,
-                    divergence,
-                    self._go_back,
-                )
-            ]
+        of_run = trainer, parts, position, self._reporter, saver, self._evaluations
+        self._rollbacks = [Rollback(*of_run, watch, self._go_back)] if watch else []
         self._profiles = []
         if steps := trainer.monitoring.profile_steps:
             folder = trainer.model_dir if trainer.is_chief else None
