@@ -123,15 +123,11 @@ class ContinuousEvaluation:
     def _next(self) -> tuple[int, pathlib.Path, str] | None:
         """Returns step, path and fingerprint of the first checkpoint that was not evaluated."""
         for step, path in folder.committed(self._model_dir, PREFIX).items():
-            found = self._fingerprint(path)
+            text = folder.manifest_text(path)
+            found = None if text is None else fingerprint(text)
             if found and self._evaluated.get(step) != found and not self._damaged.get(found):
                 return step, path, found
         return None
-
-    def _fingerprint(self, path: pathlib.Path) -> str | None:
-        """Returns what tells a checkpoint from others of its step; None if it cannot be read."""
-        text = folder.manifest_text(path)
-        return None if text is None else fingerprint(text)
 
     def _evaluate(self, step: int, path: pathlib.Path, found: str) -> bool:
         """Evaluates a checkpoint, and returns whether it could be read."""
