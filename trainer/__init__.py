@@ -101,14 +101,7 @@ def __getattr__(name: str) -> typing.Any:
     """Imports a public name when it is first used (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    except AttributeError as error:  # which Python would hide: "cannot import name"
-        raise ImportError(
-            f"trainer.{name} cannot be imported: {_HOMES[name]} raised AttributeError: {error}. "
-            "The traceback above shows where; most often, a package it imports has another "
-            "version than expected."
-        ) from error
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

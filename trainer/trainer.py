@@ -504,12 +504,7 @@ class Trainer(Task):
             self._loop = loop
             self._begin(loop, target, None if known else (train_data, global_batch, position))
             loop.note_setup()
-            self._running = threading.get_ident()  # changes of settings are refused meanwhile
-            try:
-                self._call_hook("on_train_begin")
-                loop.run()
-            finally:
-                self._running = None
+            self._take_steps(loop)
             summary = loop.conclude(began)
             self._call_hook("on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
@@ -527,6 +522,15 @@ class Trainer(Task):
         if not strategies.capabilities(self.strategy).multi_worker:
             return contextlib.nullcontext()
         return worker_loss_explained(self.strategy, progress)
+
+    def _take_steps(self, loop: OuterLoop) -> None:
+        """Calls `on_train_begin` and runs the loop; changes of settings are refused meanwhile."""
+        self._running = threading.get_ident()
+        try:
+            self._call_hook("on_train_begin")
+            loop.run()
+        finally:
+            self._running = None
 
     def _call_hook(self, hook: str, *arguments: Any) -> None:
         """Calls a hook, unless this call of `train` has been left to a later one."""

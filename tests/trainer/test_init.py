@@ -56,20 +56,3 @@ def test_the_package_alone_loads_only_its_start():
         "trainer.base",
         "trainer.base.at_import",
     }
-
-
-def test_an_error_inside_an_import_is_told(monkeypatch):
-    """Python hides an AttributeError behind "cannot import name"."""
-
-    def broken(name):
-        raise AttributeError(f"module 'keras' has no attribute 'ops' ({name})")
-
-    monkeypatch.delitem(vars(trainer), "Overfit", raising=False)
-    monkeypatch.setattr(trainer.importlib, "import_module", broken)
-    with pytest.raises(ImportError) as error:
-        from trainer import Overfit  # noqa: F401, PLC0415  # the import is what is tested
-
-    assert str(error.value).startswith(
-        "trainer.Overfit cannot be imported: trainer.run.dry_run raised AttributeError: module "
-        "'keras' has no attribute 'ops' (trainer.run.dry_run). The traceback above shows where"
-    )
