@@ -27,7 +27,6 @@ Layers, losses and metrics:
 Graphs and random numbers:
 
 - `_get_function`: the graph of the function that an operation calls.
-- `kernels`: what XLA can compile.
 - `tf_context`, `_seed`, `_rng`: TensorFlow's seed, on which every shuffled dataset depends that is
   made later. To set it by `tf.random.set_seed` would begin its numbers anew.
 
@@ -36,7 +35,6 @@ The tests of this file fail if one changes. Everything else in this project uses
 
 import collections
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,7 +44,6 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_globals
 from tensorflow.python.eager import context as tf_context
-from tensorflow.python.framework import kernels
 
 try:
     from keras.src.backend.tensorflow.ops import nn as keras_nn  # since Keras 3.16
@@ -674,24 +671,6 @@ def outputs_of_called(call: tf.Operation) -> Sequence[tf.Tensor]:
     """
     called = call.graph._get_function(call.get_attr("f").name)
     return getattr(getattr(called, "graph", None), "outputs", ())
-
-
-@functools.cache
-def has_xla_kernel(operation: str) -> bool:
-    """Returns whether XLA can compile operations of a type, such as "MatMul".
-
-    TensorFlow has no public list. The kernels are registered when XLA first compiles something.
-    """
-    load_xla()
-    found = kernels.get_registered_kernels_for_op(operation).kernel
-    return any(kernel.device_type == "XLA_CPU_JIT" for kernel in found)
-
-
-@functools.cache
-def load_xla() -> None:
-    """Makes TensorFlow register what XLA can compile."""
-    with tf.init_scope():
-        tf.function(lambda: tf.constant(0.0) + 1.0, jit_compile=True)()
 
 
 def tensorflow_random_state() -> tuple[Any, Any]:

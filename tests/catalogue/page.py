@@ -110,7 +110,7 @@ def notes(row):
     if row.refuse:
         check_refused(row.refuse)
     if row.no_xla:
-        found += ["XLA cannot compile it: refused with `jit_compile=True`"]
+        found += ["XLA cannot compile it"]
     if row.xla_lacks:
         found += [
             f"XLA lacks its operation `{row.xla_lacks}`: TensorFlow's error with `jit_compile=True`"

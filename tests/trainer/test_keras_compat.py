@@ -19,7 +19,6 @@ from trainer.keras_compat import (
     computing_in_float32,
     differentiable_moments,
     gradients_already_reduced,
-    has_xla_kernel,
     inner_optimizer,
     keras_mask,
     layer_that_added,
@@ -479,12 +478,6 @@ def test_first_derivatives_of_moments_keep_their_bits():
         ours = computed()
     for one, other in zip(ours, computed(), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_xla_has_kernels_for_products_but_not_for_strings():
-    """TensorFlow's list of kernels has XLA's."""
-    assert has_xla_kernel("MatMul")
-    assert not has_xla_kernel("StringFormat")
 
 
 def test_activity_regularizers_see_complex_numbers():

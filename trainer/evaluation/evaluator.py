@@ -31,7 +31,7 @@ from trainer.step.losses import distinct, losses_and_aux, weighted_sum
 from trainer.step.plan import StepPlan
 from trainer.step.state import TrainState
 from trainer.step.types import GlobalBatchSize
-from trainer.step.xla import WITH_PASSES
+from trainer.step.xla import WITH_PASSES, note_xla
 
 if TYPE_CHECKING:
     from trainer.task import Task
@@ -203,11 +203,16 @@ class Evaluator:
         )
         self._source.assign(tf.stack([number + call, 0]))
 
-    def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager under which a Keras model is traced in `precision`."""
-        if precision == "float32" and self._is_keras:
-            return computing_in_float32(self._task.model)
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _computing_in(self, precision: str) -> Iterator[None]:
+        """Context manager under which a Keras model is traced in `precision`."""
+        in_float32 = precision == "float32" and self._is_keras
+        try:
+            with computing_in_float32(self._task.model) if in_float32 else contextlib.nullcontext():
+                yield
+        except tf.errors.OpError as error:
+            note_xla(error)
+            raise
 
 
 def evaluate_all(
@@ -291,7 +296,7 @@ def replica_evaluate(
         with without_writes(plan, keys), differentiable_moments(), gathers:
             return call_user(task.compute_loss, share.batch, training=False)
 
-    result = compiled_pass(run, plan.strategy) if compiles else run()
+    result = compiled_pass(run) if compiles else run()
     losses, aux = losses_and_aux(result, share.batch, plan.objectives, global_loss=plan.global_loss)
     call_user(task.update_metrics, *real_examples(share, aux))
     total = tf.add_n(distinct(losses.values()))

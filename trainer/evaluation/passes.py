@@ -12,18 +12,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-import strategies
 from trainer.step.held_back import HoldBack
 from trainer.step.passes import ids_unrounded
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
 from trainer.step.trace import functions_of_one_precision
-from trainer.step.xla import (
-    listed_operations,
-    operations_on_int32_variables,
-    operations_sized_by_values,
-    operations_without_xla,
-)
+from trainer.step.xla import operations_sized_by_values
 
 
 def place_for_call(
@@ -83,31 +77,22 @@ def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
         yield
 
 
-def compiled_pass(run: Callable[[], Any], strategy: tf.distribute.Strategy) -> Any:
+def compiled_pass(run: Callable[[], Any]) -> Any:
     """Returns the result of a forward pass, compiled by XLA if its results are right then.
 
-    Call it while a graph is traced. The pass may do in evaluation what no training step does, such
-    as returning strings, so a step that XLA can compile says nothing about it.
+    Call it while a graph is traced.
 
     Args:
         run: the whole pass, with the scope in which the model's writes are held back. What it reads
             from around it becomes an input of the program.
-        strategy: the run's strategy. On a GPU, programs of XLA cannot reach int32 variables.
     """
     program = tf.function(run, autograph=False, jit_compile=True)
-    trace = program.get_concrete_function()
-    inputs = trace.graph.internal_captures
-    found = [f"an input of {each.dtype.name}s" for each in inputs if each.dtype == tf.string]
-    found += operations_without_xla(trace)
-    if strategies.capabilities(strategy).on_gpu:
-        found += operations_on_int32_variables(trace)
-    sized = operations_sized_by_values(trace)
-    if not (found or sized):
+    sized = operations_sized_by_values(program.get_concrete_function())
+    if not sized:
         return program()
-    why = (
-        f"it cannot compile {listed_operations(found)}"
-        if found
-        else f"it may compute wrong numbers behind {listed_operations(sized)}, sized by values"
+    logging.warning(
+        "This evaluation or prediction runs without XLA, which may compute wrong numbers behind "
+        "operations whose sizes depend on values, as %s.",
+        sized,
     )
-    logging.warning("This evaluation or prediction runs without XLA, as %s.", why)
     return run()

@@ -93,7 +93,7 @@ def replica_predict(
         with without_writes(plan, keys):
             return call_user(method, share.batch)
 
-    outputs = compiled_pass(run, plan.strategy) if compiles else run()
+    outputs = compiled_pass(run) if compiles else run()
     if plan.global_loss and plan.strategy.num_replicas_in_sync == 1:  # rows may not be examples
         return outputs
     return real_outputs(outputs, share, "predict_batch")

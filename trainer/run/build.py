@@ -441,6 +441,11 @@ def leave_out_xla(trainer: "Trainer", batch: Batch) -> None:
             return
 
 
+def layers_of_trainer_without_xla(trainer: "Trainer") -> list[keras.Layer]:
+    """Returns the layers of a trainer's model and attributes that XLA cannot compile."""
+    return layers_without_xla(trainer.model, *attributes_of(trainer).values())
+
+
 def where_xla_is_needed(trainer: "Trainer") -> str:
     """Returns where a trainer's step is slow without XLA, for `warn_of_plain_step`."""
     on_gpu = strategies.capabilities(trainer.strategy).on_gpu
@@ -471,7 +476,7 @@ def make_plan(trainer: "Trainer", slots: Slots | None = None) -> StepPlan:
     # An optimizer is told of the moving average once.
     updates = trainer.updates
     updates = updates if slots is None else dataclasses.replace(updates, ema_momentum=None)
-    without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
+    without_xla = layers_of_trainer_without_xla(trainer) if trainer.compile_mode_open else []
     if without_xla and trainer.jit_compile in WITH_PASSES:
         warn_of_plain_step(listed_layers(without_xla), where_xla_is_needed(trainer))
     if without_xla or (trainer.compile_mode_open and gathers(trainer)):
@@ -510,7 +515,7 @@ def plan_evaluation(trainer: "Trainer") -> StepPlan:
     """Returns the plan of a trainer that only evaluates: one without objectives."""
     others = list(attributes_of(trainer).values())
     jit_compile = trainer.jit_compile
-    if layers_without_xla(trainer.model) or (trainer.compile_mode_open and gathers(trainer)):
+    if layers_of_trainer_without_xla(trainer) or (trainer.compile_mode_open and gathers(trainer)):
         jit_compile = False
     if trainer.losses.reduction == "global":
         check_global_loss(

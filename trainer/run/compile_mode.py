@@ -13,21 +13,10 @@ from absl import logging
 import scaling
 import strategies
 from trainer.data.batches import Batches
-from trainer.run.build import parts_of_plan, where_xla_is_needed
+from trainer.run.build import layers_of_trainer_without_xla, parts_of_plan, where_xla_is_needed
 from trainer.run.parts import Parts
 from trainer.step.plan import StepPlan, compiled_as
-from trainer.step.xla import (
-    WITH_PASSES,
-    check_compile_mode,
-    layers_without_xla,
-    listed_operations,
-    operations_on_int32_variables,
-    operations_sized_by_values,
-    operations_without_xla,
-    warn_of_int32_variables,
-    warn_of_plain_step,
-    warn_of_sizes,
-)
+from trainer.step.xla import WITH_PASSES, check_compile_mode, operations_sized_by_values
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -64,8 +53,8 @@ def has_avx512() -> bool:
 def compilable_parts(trainer: "Trainer", parts: Parts, trace: Callable[[Parts], Any]) -> Parts:
     """Returns a trainer's parts, or those of mode False if "auto" must not compile the step.
 
-    That is if XLA cannot compile the step, or might compute wrong numbers. A step that XLA was
-    asked to compile, and cannot, is an error of TensorFlow's.
+    That is if XLA might compute wrong numbers. If XLA was asked to compile the step all the same,
+    it warns.
 
     Traces the step, unless it was traced before for data with the same spec. The loop uses the same
     trace.
@@ -79,22 +68,17 @@ def compilable_parts(trainer: "Trainer", parts: Parts, trace: Callable[[Parts], 
     with_passes = parts.plan.jit_compile in WITH_PASSES
     if not (with_passes and traced) or tf.config.functions_run_eagerly():
         return parts
-    step = trace(parts)
-    sized = operations_sized_by_values(step)
-    if not trainer.compile_mode_open:
-        if sized:
-            warn_of_sizes(sized, compiled=True)
+    sized = operations_sized_by_values(trace(parts))
+    if not sized:
         return parts
-    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
-    if names := operations_without_xla(step):
-        warn_of_plain_step(listed_operations(names), where_xla_is_needed(trainer))
-    elif names := operations_on_int32_variables(step) if on_gpu else []:
-        warn_of_int32_variables(names)
-    elif sized:
-        warn_of_sizes(sized, compiled=False)
-    else:
-        return parts
-    return parts_in_mode(False, trainer, parts)
+    logging.warning(
+        "XLA may compute wrong numbers behind operations whose sizes depend on values, as %s. %s",
+        sized,
+        "So TensorFlow runs the step without XLA, which may be slow."
+        if trainer.compile_mode_open
+        else "Compare a few steps with jit_compile=False.",
+    )
+    return parts_in_mode(False, trainer, parts) if trainer.compile_mode_open else parts
 
 
 def mode_of_auto(trainer: "Trainer", plan: StepPlan, data: Batches) -> CompileMode:
@@ -102,7 +86,8 @@ def mode_of_auto(trainer: "Trainer", plan: StepPlan, data: Batches) -> CompileMo
 
     On an H100, a step that was one program took a third to a ninth of the time of one in mode
     False. XLA compiles a program for each shape, so passes are compiled only if the data's element
-    spec says the shapes of the examples.
+    spec says the shapes of the examples. On a GPU, XLA's programs cannot reach int32 variables,
+    which TensorFlow keeps in the host's memory.
 
     Args:
         trainer: a trainer with jit_compile="auto" that has started.
@@ -112,7 +97,8 @@ def mode_of_auto(trainer: "Trainer", plan: StepPlan, data: Batches) -> CompileMo
     mode, found = trainer.jit_compile, strategies.capabilities(trainer.strategy)
     one_device = found.num_replicas == 1 and plan.num_microbatches == 1
     if one_device and found.on_gpu and not found.several_processes:
-        mode = False if layers_without_xla(plan.model) else "step"
+        on_host = any(each.dtype in ("int32", tf.int32) for each in plan.held_back + plan.declared)
+        mode = False if on_host or layers_of_trainer_without_xla(trainer) else "step"
     specs = tf.nest.flatten(data.dataset.element_spec)
     if mode in WITH_PASSES and not all(map(has_one_shape, specs)):
         mode = False

@@ -19,6 +19,7 @@ from trainer.run.outer_loop import OuterLoop
 from trainer.run.parts import Parts
 from trainer.step.objective import ONLY
 from trainer.step.types import Batch, Rows
+from trainer.step.xla import note_xla
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -129,6 +130,7 @@ class OnlineLoop(OuterLoop):
         except tf.errors.OpError as error:
             if MARK in error.message:
                 raise DataError(f"{reason_of(error.message)}, after step {before}") from error
+            note_xla(error)
             error.add_note(f"raised after step {before}.")
             self.failure = error
             raise

@@ -48,7 +48,7 @@ from trainer.run.saving import RunSaver
 from trainer.run.stop_signals import StopSignals, end
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.report import StepReport
-from trainer.step.xla import WITH_PASSES
+from trainer.step.xla import note_xla
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -380,8 +380,7 @@ class OuterLoop:
         """Raises DataError if the data caused the error; otherwise adds a note to the error."""
         done = Totals.from_state(self._parts.state).attempted
         taken = done - self._step
-        if done == self._start and self._parts.plan.jit_compile in WITH_PASSES:
-            error.add_note("To run the step without XLA, pass jit_compile=False.")
+        note_xla(error)
         # Workers may still be in steps.
         if strategies.capabilities(self._trainer.strategy).asynchronous:
             self._position.taken += taken

@@ -57,7 +57,7 @@ from trainer.step.types import (
     Variable,
 )
 from trainer.step.verdict import clip, global_norm, judge, measure, stay_finite
-from trainer.step.xla import adds_in_rows, check_microbatches, compiled_step
+from trainer.step.xla import adds_in_rows, compiled_step
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
 # its scale for some overflows.
@@ -117,7 +117,6 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
     note_attempt()
     with forbid_writes():
         weights = check_weights(call_user(plan.example_weights, batch), batch)
-    check_microbatches(plan.jit_compile, plan.num_microbatches, weights.shape[0])
 
     def take(batch: Batch, weights: tf.Tensor) -> StepReport:
         return take_step(batch, weights, plan, run)

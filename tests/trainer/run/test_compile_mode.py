@@ -93,8 +93,8 @@ def test_a_step_that_xla_cannot_compile_runs_without_it(monkeypatch, caplog, on_
     trainer = Augmented(optimizer=adam, precision="mixed_float16", verbose=False)
     trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
-    [line] = [text for text in caplog.messages if "XLA" in text]
-    assert "'turn_1/ImageProjectiveTransformV3'" in line
+    [line] = [text for text in caplog.messages if "XLA" in text] or [""]
+    assert ("'turn' (RandomRotation)" in line) != on_gpu
     assert trainer.totals.attempted == 1
     assert trainer.jit_compile is False
 
@@ -220,13 +220,11 @@ class CountingBatches(SmallImages):
 
 
 @pytest.mark.thorough
-def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(caplog, monkeypatch):
+def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(monkeypatch):
     """There, "auto" does not use XLA; on a CPU it does."""
     for on_cpu in (True, False):
-        caplog.clear()
         if not on_cpu:
             pretend(monkeypatch, on_cpu=False)
         trainer = CountingBatches(optimizer=adam, verbose=False, precision="mixed_float16")
         trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
         assert trainer.jit_compile is on_cpu
-        assert any("int32" in text for text in caplog.messages) != on_cpu

@@ -8,7 +8,7 @@ from helpers import imitate_servers
 from plans import Pair, keras_model, plan_of
 
 from scaling import Cause
-from trainer import Skips, Updates
+from trainer import Updates
 from trainer.step.plan import compiled_as, ones
 
 
@@ -128,12 +128,6 @@ def test_a_bad_argument_is_refused_before_the_optimizer_is_built():
         plan_of(Pair(), optimizer=optimizer, num_microbatches=0)
 
     assert not optimizer.built
-
-
-def test_a_module_cannot_be_made_to_compute_in_float32():
-    """It casts in its own code."""
-    with pytest.raises(ValueError, match="`on_stuck`"):
-        plan_of(Pair(), skips=Skips(on_stuck="float32", max_consecutive=3))
 
 
 def test_optimizers_do_not_take_turns_on_parameter_servers(monkeypatch):
