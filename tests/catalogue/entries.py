@@ -10,7 +10,7 @@ from catalogue.others import CONSTRAINTS, INITIALIZERS, OPTIMIZERS, REGULARIZERS
 from catalogue.rows import Row
 
 # Module -> (its name for readers, its rows).
-ROOMS = {
+GROUPS = {
     keras.layers: ("keras.layers", LAYERS),
     keras.losses: ("keras.losses", LOSSES),
     keras.metrics: ("keras.metrics", METRICS),
@@ -26,14 +26,14 @@ ROOMS = {
 class Entry:
     """A class, or another feature, with its row."""
 
-    room: str
+    group: str
     name: str
     cls: type | None
     row: Row
 
     def __str__(self) -> str:
         """The full name."""
-        return f"{self.room}.{self.name}"
+        return f"{self.group}.{self.name}"
 
 
 def public_classes(module):
@@ -49,17 +49,19 @@ def public_classes(module):
 def missing_and_strays():
     """Public classes without a row, and rows without a public class."""
     found = {
-        f"{room}.{name}" for module, (room, _) in ROOMS.items() for name in public_classes(module)
+        f"{group}.{name}"
+        for module, (group, _) in GROUPS.items()
+        for name in public_classes(module)
     }
-    rows = {f"{room}.{name}" for room, rows in ROOMS.values() for name in rows}
+    rows = {f"{group}.{name}" for group, rows in GROUPS.values() for name in rows}
     return sorted(found - rows), sorted(rows - found)
 
 
 def entries():
     """All classes that have a row, in the order of the page."""
     return [
-        Entry(room, name, classes[name], rows[name])
-        for module, (room, rows) in ROOMS.items()
+        Entry(group, name, classes[name], rows[name])
+        for module, (group, rows) in GROUPS.items()
         for classes in [public_classes(module)]
         for name in sorted(rows.keys() & classes.keys())
     ]

@@ -8,7 +8,7 @@ from catalogue.layers import SAME_SEQUENCES
 from catalogue.rows import IDS, KERAS, SEQUENCE, SHARES, VECTOR, Inputs, Row
 
 L = keras.layers
-FEATURES_ROOM = "features"
+FEATURES_GROUP = "features"
 
 
 class Penalized(keras.layers.Layer):
@@ -201,4 +201,4 @@ FEATURES = {
 
 def features():
     """All features, as entries of the catalogue."""
-    return [Entry(FEATURES_ROOM, name, None, row) for name, row in FEATURES.items()]
+    return [Entry(FEATURES_GROUP, name, None, row) for name, row in FEATURES.items()]

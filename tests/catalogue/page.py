@@ -4,8 +4,8 @@ import collections
 import pathlib
 
 from catalogue import configurations
-from catalogue.entries import ROOMS, entries
-from catalogue.features import FEATURES_ROOM, features
+from catalogue.entries import GROUPS, entries
+from catalogue.features import FEATURES_GROUP, features
 from catalogue.rows import DRAWS, KERAS, NOT_TRAINED, OPEN, REFUSED, RIGHT, SHARES
 
 PATH = pathlib.Path(__file__).parents[2] / "docs" / "catalogue.md"
@@ -53,15 +53,15 @@ def page():
     text = INTRODUCTION.format(all=len(configurations.ALL))
     text += "\n## Counts\n\n| | classes | " + " | ".join(VERDICTS) + " |\n"
     text += "|---|" + "---|" * (len(VERDICTS) + 1) + "\n"
-    rooms = [room for room, _ in ROOMS.values()]
-    for room in rooms:
-        text += count_row(f"`{room}`", [each for each in listed if each.room == room])
-    text += count_row("all classes", [each for each in listed if each.room in rooms])
-    text += count_row(FEATURES_ROOM, [each for each in listed if each.room == FEATURES_ROOM])
-    for room in [*rooms, FEATURES_ROOM]:
-        title = f"`{room}`" if room in rooms else room
-        text += f"\n## {title}\n\n| {'class' if room in rooms else 'feature'} | a step is | tried in | |\n|---|---|---|---|\n"
-        text += "".join(row(each) for each in listed if each.room == room)
+    groups = [group for group, _ in GROUPS.values()]
+    for group in groups:
+        text += count_row(f"`{group}`", [each for each in listed if each.group == group])
+    text += count_row("all classes", [each for each in listed if each.group in groups])
+    text += count_row(FEATURES_GROUP, [each for each in listed if each.group == FEATURES_GROUP])
+    for group in [*groups, FEATURES_GROUP]:
+        title = f"`{group}`" if group in groups else group
+        text += f"\n## {title}\n\n| {'class' if group in groups else 'feature'} | a step is | tried in | |\n|---|---|---|---|\n"
+        text += "".join(row(each) for each in listed if each.group == group)
     return text
 
 
@@ -73,7 +73,7 @@ def count_row(title, listed):
 
 
 def row(entry):
-    """A row of a room's table."""
+    """A row of a group's table."""
     verdict = entry.row.verdict
     if verdict == RIGHT and entry.row.compared_with == SHARES:
         verdict += ", each share by itself"
@@ -87,12 +87,12 @@ def row(entry):
 
 
 def configured(entry):
-    """The configuration of CI, as far as it matters to the room."""
+    """The configuration of CI, as far as it matters to the group."""
     found = configurations.of_class(entry.name, entry.row)
-    if entry.room == "keras.metrics":
+    if entry.group == "keras.metrics":
         return "3 replicas, `evaluate`"
     text = str(found)
-    return text.rpartition(",")[0] + ", float32" if "optimizers" in entry.room else text
+    return text.rpartition(",")[0] + ", float32" if "optimizers" in entry.group else text
 
 
 def check_refused(refuse):

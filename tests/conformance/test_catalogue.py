@@ -38,14 +38,14 @@ CHECKS = {
     "keras.optimizers.schedules": check_optimizer,
 }
 TRIED = [each for each in LISTED if each.row.verdict in {RIGHT, OPEN}]
-STEPS = [each for each in TRIED if each.room != "keras.metrics"]
+STEPS = [each for each in TRIED if each.group != "keras.metrics"]
 # What the default run tries.
 HANDFUL = {"keras.layers.MultiHeadAttention", "keras.layers.GaussianNoise"}
 
 
 def run_one(entry, configuration, strategy, turn=0):
     """Draws a model with a class, and compares a step."""
-    check = CHECKS.get(entry.room, check_step)
+    check = CHECKS.get(entry.group, check_step)
 
     @seed(zlib.crc32(f"{entry} {configuration} {turn}".encode()))
     @settings(
@@ -84,7 +84,7 @@ def test_every_configuration_is_some_layers():
     chosen = {
         configurations.of_class(each.name, each.row)
         for each in TRIED
-        if each.room == "keras.layers"
+        if each.group == "keras.layers"
     }
 
     assert chosen == set(configurations.ALL)
@@ -130,7 +130,7 @@ def test_a_class_in_nine_configurations(entry, mirrored):
 @pytest.fixture(scope="module")
 def results(mirrored):
     """Results of metrics by kind of labels: (ours, Keras's), keyed by name."""
-    classes = {each.name: each.cls for each in TRIED if each.room == "keras.metrics"}
+    classes = {each.name: each.cls for each in TRIED if each.group == "keras.metrics"}
     configuration = Configuration(3, 1, False, "float32")
     return functools.cache(
         lambda kind: check_metrics(METRICS, classes, kind, configuration, mirrored(3))

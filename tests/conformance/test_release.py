@@ -28,7 +28,7 @@ def test_the_version_of_this_commit_is_one():
 
 def contents(kind):
     """A sound archive's name and members."""
-    folders = [file for file in TRACKED if file.split("/")[0] in release.ROOMS]
+    folders = [file for file in TRACKED if file.split("/")[0] in release.PACKAGES]
     beside = IN_WHEEL if kind == "wheel" else [*release.BESIDE, "PKG-INFO"]
     name = {"wheel": "halfstep-0.1.0-py3-none-any.whl", "source": "halfstep-0.1.0.tar.gz"}[kind]
     return name, dict.fromkeys([*folders, *beside], b"x")

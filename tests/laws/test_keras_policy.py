@@ -13,7 +13,7 @@ SLOPES = np.arange(8.0)[:, None] / 8
 
 @pytest.fixture
 def of_keras():
-    """A function that sets Keras's policy and floatx, which are put back after the test."""
+    """A function that sets Keras's policy and floatx, which are restored after the test."""
 
     def choose(policy, floatx="float32"):
         keras.config.set_floatx(floatx)

@@ -47,7 +47,7 @@ def test_every_line_leads_to_what_holds_the_claim():
 
 
 def test_the_readme_of_the_proofs_lists_every_file():
-    """The card names every file of the room."""
-    card = (ROOT / "proofs" / "README.md").read_text()
+    """The README names every file of the folder."""
+    readme = (ROOT / "proofs" / "README.md").read_text()
     for path in (ROOT / "proofs").glob("*.py"):
-        assert path.name == "__init__.py" or f"`{path.name}`" in card, path.name
+        assert path.name == "__init__.py" or f"`{path.name}`" in readme, path.name

@@ -135,7 +135,7 @@ class KerasCallbacks(Callback):
         return self._epochs_before + passes, batches
 
     def on_train_begin(self) -> None:
-        """Gives the callbacks the model, and puts back what they remember of the run so far."""
+        """Gives the callbacks the model, and restores what they remember of the run so far."""
         trainer = self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         several = isinstance(optimizer, dict)

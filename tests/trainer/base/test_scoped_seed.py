@@ -16,7 +16,7 @@ X = np.linspace(0, 1, 8, dtype="float32")[:, None]
 
 
 def draws():
-    """Numbers from generators that are put back; Keras's initializers draw from Python's."""
+    """Numbers from generators that are restored; Keras's initializers draw from Python's."""
     return [
         random.random(),  # noqa: S311  # the global generator is meant
         float(np.random.rand()),  # noqa: NPY002  # the global generator is meant
@@ -68,7 +68,7 @@ def line(seed=3, **arguments):
 @pytest.mark.usefixtures("program")
 def test_blocks_continue():
     """The blocks draw what one seeded program draws, whatever is drawn between them. Only the
-    generator of `keras.random` is not put back.
+    generator of `keras.random` is not restored.
     """
 
     def all_draws():
@@ -91,7 +91,7 @@ def test_blocks_continue():
 
 @pytest.mark.usefixtures("program")
 def test_a_block_that_raises_puts_everything_back():
-    """The generators are put back, and the next block begins where the failed one began."""
+    """The generators are restored, and the next block begins where the failed one began."""
     seeded, before = ScopedSeed(3), random_state()
     failed = []
 

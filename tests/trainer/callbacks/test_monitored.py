@@ -57,7 +57,7 @@ def test_the_best_of_another_number_is_not_taken_over():
 
 
 def test_best_weights_are_kept_in_memory():
-    """The weights of the best value can be put back after the run."""
+    """The weights of the best value can be restored after the run."""
     best = BestWeights("loss", mode="max")
     line = Linear(callbacks=[best], log_interval=1, verbose=False)
     with pytest.raises(RuntimeError, match="'loss' had no value"):

@@ -78,7 +78,7 @@ def test_an_evaluation_leaves_variables_that_the_model_assigns(mirrored, make, r
 
 
 def test_calls_draw_other_numbers_and_a_restart_the_same():
-    """A generator of TensorFlow's inside the model is put back, and still no two calls are alike."""
+    """A generator of TensorFlow's inside the model is restored, and still no two calls are alike."""
     x = np.ones([4, 1], np.float32)
 
     def calls():

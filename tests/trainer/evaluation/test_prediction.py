@@ -154,7 +154,7 @@ def test_a_module_predicts_as_it_trains():
 
 @pytest.mark.thorough
 def test_a_prediction_in_another_thread_undoes_no_step():
-    """It begins before a step of `train` and ends after ten others: nothing is put back."""
+    """It begins before a step of `train` and ends after ten others: nothing is restored."""
     x = np.ones([4, 1], np.float32)
     begun, go_on = threading.Event(), threading.Event()
 

@@ -511,7 +511,7 @@ class Redefined(Trainer):
 
 @pytest.fixture
 def redefined():
-    """A trainer that has taken a step, whose helper is put back after the test."""
+    """A trainer that has taken a step, whose helper is restored after the test."""
     before = helper.__code__
     settings = {"model": model, "optimizer": "sgd", "loss_fn": "mse", "jit_compile": False}
     trainer = Redefined(**settings, verbose=False, log_interval=1, seed=1)

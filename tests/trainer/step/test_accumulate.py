@@ -158,7 +158,7 @@ def test_the_row_of_an_empty_share_is_dropped(examples):
 
 
 def test_missing_gradients_are_left_out_and_put_back():
-    """What `present` leaves out, `with_missing` puts back in the same places."""
+    """What `present` leaves out, `with_missing` returns to their places."""
     gradients = [None, tf.constant(1.0), None, tf.constant(2.0)]
     whole = Contribution(gradients, tf.constant(0.0), tf.constant(0.0))
     left = present(whole)
