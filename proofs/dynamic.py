@@ -1,17 +1,16 @@
-"""`DynamicLossScale` as formulas of its constants and its state, traced from its own `advance`."""
+"""`DynamicLossScale`: one step as formulas, and the claims."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Mapping
+from typing import Any
 
-import tensorflow as tf
 import z3
 
-import scaling
-from proofs.formulas import FLOAT, formulas_of
-from proofs.transition import LARGEST_COUNT, overflowed, power_of_two
-from scaling.rules.dynamic import DynamicLossScale, DynamicLossScaleState
+from proofs import transition as shared
+from proofs.source import Change, loaded
+from proofs.transition import LARGEST_COUNT, Transition, between, in_bounds, power_of_two
+from scaling.rules import dynamic
 
-SPECS = {"float": tf.TensorSpec([], tf.float32), "int": tf.TensorSpec([], tf.int32)}
 CONSTANTS = {
     "growth_interval": "int",
     "growth_factor": "float",
@@ -22,114 +21,151 @@ CONSTANTS = {
     "grace_steps": "int",
 }
 STATE = {"loss_scale": "float", "finite_steps": "int", "overflows_left": "int"}
+# `hysteresis_refill`, and the length of `low_scale_intervals`
+VARIANTS = tuple(itertools.product(("growth", "finite_step"), (0, 2)))
 
 
-class Step(NamedTuple):
-    """One step of the rule: any constants, any state, any verdict."""
-
-    constants: dict[str, Any]
-    pairs: list[tuple[Any, Any]]  # `low_scale_intervals`
-    state: dict[str, Any]
-    finite: Any
-    cause: Any
-    after: dict[str, Any]  # the state after the step, as formulas of all of the above
-    refill: str  # `hysteresis_refill`
-
-    @property
-    def overflowed(self) -> Any:
-        """Whether the step was not finite and a smaller scale may help."""
-        return overflowed(self.finite, self.cause)
-
-
-def variable(name: str, kind: str) -> Any:
-    """Returns a free variable of a tensor's kind."""
-    return z3.FP(name, FLOAT) if kind == "float" else z3.BitVec(name, 32)
-
-
-def traced(refill: str, pairs: int, advance: Callable[..., Any]) -> Any:
-    """Returns `advance` as a graph whose inputs are the constants, the state and the verdict.
+def step_of(variant: tuple[str, int], change: Change = None) -> Transition:
+    """Returns a step of the rule as formulas.
 
     Args:
-        refill: `hysteresis_refill`, which the code branches on.
-        pairs: the length of `low_scale_intervals`.
-        advance: the method `DynamicLossScale.advance`, or a mutant of it.
+        variant: `hysteresis_refill`, and the length of `low_scale_intervals`. The code branches on
+            both.
+        change: see `source.loaded`.
     """
-
-    def run(constants: Any, low: Any, state: Any, finite: Any, cause: Any) -> Any:
-        rule = object.__new__(DynamicLossScale)  # unchecked: its constants are tensors
-        fixed = {"hysteresis_refill": refill, "low_scale_intervals": tuple(low)}
-        for name, value in (constants | fixed).items():
-            object.__setattr__(rule, name, value)
-        moved = advance(rule, DynamicLossScaleState(**state), scaling.Verdict(finite, cause))
-        return [getattr(moved, name) for name in STATE]
-
-    return tf.function(run, autograph=False).get_concrete_function(
-        {name: SPECS[kind] for name, kind in CONSTANTS.items()},
-        [(SPECS["float"], SPECS["int"])] * pairs,
-        {name: SPECS[kind] for name, kind in STATE.items()},
-        tf.TensorSpec([], tf.bool),
-        SPECS["int"],
-    )
+    refill, pairs = variant
+    kinds = dict(CONSTANTS)
+    for at in range(pairs):
+        kinds |= {f"scale_{at}": "float", f"interval_{at}": "int"}
+    fixed = {"hysteresis_refill": refill, "low_scale_intervals": lambda given: low(given, pairs)}
+    step = shared.transition(loaded(dynamic, change), "DynamicLossScale", kinds, STATE, fixed)
+    return step._replace(variant=variant)
 
 
-def step_of(
-    refill: str = "growth",
-    pairs: int = 0,
-    advance: Callable[..., Any] = DynamicLossScale.advance,
-) -> Step:
-    """Returns a step of the rule, as formulas; for the arguments see `traced`."""
-    constants = {name: variable(name, kind) for name, kind in CONSTANTS.items()}
-    low = [
-        (variable(f"scale_{at}", "float"), variable(f"interval_{at}", "int")) for at in range(pairs)
-    ]
-    state = {name: variable(name, kind) for name, kind in STATE.items()}
-    finite, cause = z3.Bool("grads_finite"), z3.BitVec("cause", 32)
-    arguments = tf.nest.flatten([constants, low, state, finite, cause])
-    after = formulas_of(traced(refill, pairs, advance), arguments)
-    return Step(constants, low, state, finite, cause, dict(zip(STATE, after, strict=True)), refill)
+def low(constants: Mapping[str, Any], pairs: int) -> tuple[tuple[Any, Any], ...]:
+    """Returns `low_scale_intervals`."""
+    return tuple((constants[f"scale_{at}"], constants[f"interval_{at}"]) for at in range(pairs))
 
 
-def given(step: Step) -> list[Any]:
+def given(step: Transition) -> list[Any]:
     """Returns what the constructor demands, and what holds of every possible state."""
     return [*valid_constants(step), *possible(step.state)]
 
 
-def valid_constants(step: Step) -> list[Any]:
+def valid_constants(step: Transition) -> list[Any]:
     """Returns what the constructor demands of the constants."""
-    named, one = step.constants, z3.FPVal(1.0, FLOAT)
-    scales = [scale for scale, _ in step.pairs]
-    counts = [named["growth_interval"], named["hysteresis"], *(each for _, each in step.pairs)]
-    floats = [term for name, term in named.items() if CONSTANTS[name] == "float"]
+    named, pairs = step.constants, low(step.constants, step.variant[1])
+    counts = [named["growth_interval"], named["hysteresis"], *(count for _, count in pairs)]
     return [
-        *(power_of_two(term) for term in [*floats, *scales]),
-        *(z3.And(term >= 1, term <= LARGEST_COUNT) for term in counts),
-        z3.And(named["grace_steps"] >= 0, named["grace_steps"] <= LARGEST_COUNT),
-        named["growth_factor"] > one,
-        named["backoff_factor"] < one,
-        named["min_scale"] <= named["max_scale"],
+        *shared.valid_scales(named),
+        *(power_of_two(scale) for scale, _ in pairs),
+        *(between(1, count, LARGEST_COUNT) for count in counts),
+        between(0, named["grace_steps"], LARGEST_COUNT),
     ]
 
 
-def possible(state: dict[str, Any]) -> list[Any]:
+def possible(state: Mapping[str, Any]) -> list[Any]:
     """Returns what holds of every state that a rule with any valid constants can leave behind."""
-    counts = state["finite_steps"], state["overflows_left"]
     return [
         power_of_two(state["loss_scale"]),
-        z3.And(counts[0] >= -LARGEST_COUNT, counts[0] <= LARGEST_COUNT),
-        z3.And(counts[1] >= 0, counts[1] <= LARGEST_COUNT),
+        between(-LARGEST_COUNT, state["finite_steps"], LARGEST_COUNT),
+        between(0, state["overflows_left"], LARGEST_COUNT),
     ]
 
 
-def in_bounds(step: Step, state: dict[str, Any]) -> Any:
-    """Returns whether a state's scale is within the rule's bounds."""
-    scale, named = state["loss_scale"], step.constants
-    return z3.And(scale >= named["min_scale"], scale <= named["max_scale"])
-
-
-def interval(step: Step) -> Any:
+def interval(step: Transition) -> Any:
     """Returns the growth interval at the state's scale."""
     shortest = step.constants["growth_interval"]
-    for scale, count in step.pairs:
+    for scale, count in low(step.constants, step.variant[1]):
         shorter = z3.And(step.state["loss_scale"] < scale, count < shortest)
         shortest = z3.If(shorter, count, shortest)
     return shortest
+
+
+def grows(step: Transition) -> Any:
+    """Returns whether a step is the finite one that completes the interval."""
+    return z3.And(step.finite, step.state["finite_steps"] + 1 >= interval(step))
+
+
+def left_of(step: Transition) -> Any:
+    """Returns the overflows left before the step, at most the hysteresis."""
+    left, most = step.state["overflows_left"], step.constants["hysteresis"]
+    return z3.If(left < most, left, most)
+
+
+def grows_on_time(step: Transition) -> Any:
+    """L4: the scale is multiplied by the growth factor, up to its bound, on the finite step that
+    completes the interval, and the count starts again; on no other step does it rise.
+    """
+    scale, after, named = step.state["loss_scale"], step.after, step.constants
+    due = grows(step)
+    grown = after["loss_scale"] == shared.raised(scale, named["growth_factor"], named["max_scale"])
+    grew = z3.And(grown, after["finite_steps"] == 0)
+    rises = after["loss_scale"] > scale
+    return z3.Implies(in_bounds(step), z3.And(z3.Implies(due, grew), z3.Or(due, z3.Not(rises))))
+
+
+def counts_finite_steps(step: Transition) -> Any:
+    """L4: a finite step that does not complete the interval counts one; an overflow starts the
+    count again, before the grace steps.
+    """
+    after, before = step.after["finite_steps"], step.state["finite_steps"]
+    early = z3.And(step.finite, before + 1 < interval(step))
+    return z3.And(
+        z3.Implies(early, after == before + 1),
+        z3.Implies(step.overflowed, after == -step.constants["grace_steps"]),
+    )
+
+
+def backs_off_when_due(step: Transition) -> Any:
+    """L4: the scale is multiplied by the backoff factor, down to its bound, on the overflow that
+    uses up the hysteresis and on every later one; on no other step does it fall.
+    """
+    scale, after, named = step.state["loss_scale"], step.after["loss_scale"], step.constants
+    due = z3.And(step.overflowed, left_of(step) <= 1)
+    fell = after == shared.lowered(scale, named["backoff_factor"], named["min_scale"])
+    exact = z3.And(z3.Implies(due, fell), z3.Or(due, z3.Not(after < scale)))
+    return z3.Implies(in_bounds(step), exact)
+
+
+def refills(step: Transition) -> Any:
+    """L4: what refills the hysteresis does so; an overflow uses up one; nothing else changes it."""
+    left, after = left_of(step), step.after["overflows_left"]
+    refilled = step.finite if step.variant[0] == "finite_step" else grows(step)
+    used = z3.If(left >= 1, left - 1, 0)
+    return z3.And(
+        z3.Implies(refilled, after == step.constants["hysteresis"]),
+        z3.Implies(step.overflowed, after == used),
+        z3.Implies(z3.And(step.finite, z3.Not(refilled)), after == left),
+    )
+
+
+def never_wraps(step: Transition) -> Any:
+    """Counters cannot wrap: what holds of every possible state holds after the step, too."""
+    return z3.And(*possible(step.after))
+
+
+def ends_at_the_bottom(step: Transition) -> Any:
+    """L11: overflows in a row reach the smallest scale. Each one lowers the pair (scale, overflows
+    left) in lexicographic order, until the scale is `min_scale`.
+    """
+    scale, after = step.state["loss_scale"], step.after
+    fewer = z3.And(after["loss_scale"] == scale, after["overflows_left"] < left_of(step))
+    above = z3.And(in_bounds(step), scale > step.constants["min_scale"])
+    lower = z3.Or(after["loss_scale"] < scale, fewer)
+    return z3.Implies(z3.And(step.overflowed, above), lower)
+
+
+def claims(_: tuple[str, int]) -> dict[str, Any]:
+    """Returns the claims: functions of a step that return a formula."""
+    found = (
+        shared.bounded,
+        shared.unmoved,
+        grows_on_time,
+        counts_finite_steps,
+        backs_off_when_due,
+        refills,
+        never_wraps,
+        ends_at_the_bottom,
+    )
+    return {claim.__name__: claim for claim in found}

@@ -80,13 +80,17 @@ def transition(
         rule: the class's name; that of its state ends in State.
         constants: the kind of each attribute that the proofs leave open.
         state: the kind of each field of the state.
-        fixed: attributes that the code branches on.
+        fixed: attributes that the code branches on, or functions of the constants that return them.
         instead: see `formulas_of`.
     """
 
     def run(given: Any, before: Any, finite: Any, cause: Any, magnitude: Any) -> Any:
         made = object.__new__(names[rule])  # unchecked: its constants are tensors
-        for name, value in (given | dict(fixed or {})).items():
+        chosen = {
+            name: value(given) if callable(value) else value
+            for name, value in (fixed or {}).items()
+        }
+        for name, value in (given | chosen).items():
             object.__setattr__(made, name, value)
         verdict = scaling.Verdict(finite, cause, magnitude)
         moved = made.advance(names[f"{rule}State"](**before), verdict)

@@ -14,24 +14,26 @@ import z3
 
 import scaling
 import scaling.float8
-from proofs import constant, float8, headroom, logmax, tolerant
+from proofs import constant, dynamic, float8, headroom, logmax, tolerant
 from proofs.evaluate import evaluate
 from proofs.formulas import FLOAT
 from proofs.prove import answer
 from proofs.search import searched_variance
+from proofs.transition import power_of_two
 from scaling.rules.logmax import log2, newest_weight
 from scaling.rules.named import PRESETS
 
 pytestmark = pytest.mark.thorough
 
 MODELS = {
+    "dynamic": dynamic,
     "constant": constant,
     "tolerant": tolerant,
     "headroom": headroom,
     "logmax": logmax,
     "float8": float8,
 }
-SECONDS = {  # claims that take a solver more than one second, or wait for others that do
+SECONDS = {  # claims of other rules that take a solver more than one second, or wait for others
     *("grows_on_time", "backs_off_when_due", "counts_steps", "moves_the_interval"),
     *("zero_tolerates_nothing", "never_wraps", "bounded", "searches", "means_stay"),
     *("finds_the_largest_that_fits", "grows_only_with_headroom", "backs_off_at_once"),
@@ -42,7 +44,9 @@ CLAIMS = [
         name,
         variant,
         claim,
-        marks=[pytest.mark.slow] if claim in SECONDS or variant != model.VARIANTS[0] else [],
+        marks=[pytest.mark.slow]
+        if variant != model.VARIANTS[0] or (claim in SECONDS and name != "dynamic")
+        else [],
         id=f"{name}-{variant}-{claim}",
     )
     for name, model in MODELS.items()
@@ -102,6 +106,55 @@ def test_a_running_variance_stays_within_its_limit():
 
 
 MUTANTS = {  # the claim that notices a change, and the change
+    "dynamic": {
+        "grows a step late": ("grows_on_time", "finite_steps >= self", "finite_steps > self"),
+        "grows after an overflow": (
+            "grows_on_time",
+            "verdict.grads_finite & (finite",
+            "verdict.moves_scale & (finite",
+        ),
+        "counts in twos": (
+            "counts_finite_steps",
+            "state.finite_steps + 1",
+            "state.finite_steps + 2",
+        ),
+        "forgets that the hysteresis was shortened": (
+            "refills",
+            "tf.minimum(state.overflows_left, self.hysteresis)",
+            "state.overflows_left",
+        ),
+        "counts overflows below 0": ("never_wraps", "tf.maximum(left - 1, 0)", "left - 1"),
+        "backs off an overflow late": (
+            "backs_off_when_due",
+            "(overflows_left == 0)",
+            "(left == 0)",
+        ),
+        "swaps what refills": ("refills", '== "growth" else', '!= "growth" else'),
+        "backs off by the growth factor": (
+            "backs_off_when_due",
+            "(backs_off, self.backoff",
+            "(backs_off, self.growth",
+        ),
+        "does not clip": ("bounded", "tf.clip_by_value(", "(lambda scale, low, high: scale)("),
+        "clips at the bottom only": ("bounded", ", self.max_scale)", ", 2.0**126)"),
+        "has no grace": ("counts_finite_steps", "-self.grace_steps, tf", "0, tf"),
+        "goes on counting after growth": (
+            "grows_on_time",
+            "tf.where(grows, 0, finite_steps)",
+            "finite_steps",
+        ),
+        "never refills": ("refills", "            self.hysteresis,\n", "            left,\n"),
+        "loses an overflow": (
+            "ends_at_the_bottom",
+            "(verdict.overflowed, overflows_left, left)",
+            "(verdict.overflowed, left, left)",
+        ),
+        "moves on every verdict": (
+            "unmoved",
+            "select_state(verdict.moves_scale,",
+            "select_state(tf.constant(True),",
+        ),
+    },
     "tolerant": {
         "grows beside the interval": ("grows_on_time", "phase == 0", "phase == 1"),
         "grows after an overflow": (
@@ -348,7 +401,7 @@ MUTANTS = {  # the claim that notices a change, and the change
 }
 IN_CI = {"moves on every verdict", "believes a contradiction", "scales", "remembers inf"}
 CASES = [
-    pytest.param(name, what, marks=[] if what in IN_CI else pytest.mark.slow)
+    pytest.param(name, what, marks=[] if what in IN_CI or name == "dynamic" else pytest.mark.slow)
     for name, mutants in MUTANTS.items()
     for what in mutants
 ]
@@ -391,7 +444,8 @@ def counts(random, edges, size):
 
 def scales(random, rule, size):
     """Scales over the whole range, half of them at the bounds of a rule."""
-    edges = random.choice([rule.min_scale, rule.max_scale], size)
+    lower = [scale for scale, _ in getattr(rule, "low_scale_intervals", ())]
+    edges = random.choice([rule.min_scale, rule.max_scale, *lower], size)
     return np.where(random.random(size) < 0.5, edges, powers(random, size)).astype(np.float32)
 
 
@@ -415,8 +469,32 @@ def factors(random):
     }
 
 
-def drawn_tolerant(random, size):
+def drawn_dynamic(random, size):
     """A rule, the formulas of its step, and what they are computed from."""
+    count = lambda: int(random.choice([1, 2, 3, 2**30, random.integers(1, 2**30)]))  # noqa: E731
+    pairs = int(random.choice([0, 2]))
+    rule = scaling.DynamicLossScale(
+        **factors(random),
+        growth_interval=count(),
+        hysteresis=count(),
+        hysteresis_refill=str(random.choice(["growth", "finite_step"])),
+        grace_steps=count() - 1,
+        low_scale_intervals=tuple((powers(random), count()) for _ in range(pairs)),
+    )
+    shorter = [each for _, each in rule.low_scale_intervals]
+    near = random.choice([rule.growth_interval, *shorter, -rule.grace_steps, 0], size)
+    near = np.clip(near + random.integers(-2, 3, size), -(2**30), 2**30)
+    far = random.integers(-(2**30), 2**30, size, endpoint=True)
+    state = {
+        "loss_scale": scales(random, rule, size),
+        "finite_steps": np.where(random.random(size) < 0.5, near, far).astype(np.int32),
+        "overflows_left": counts(random, [rule.hysteresis, 0, 1], size),
+    }
+    return rule, dynamic.step_of((rule.hysteresis_refill, pairs)).after, state
+
+
+def drawn_tolerant(random, size):
+    """See `drawn_dynamic`."""
     tolerance = float(random.choice([0.0, 0.05, 0.5, 1 - 2.0**-53, random.random()]))
     rule = scaling.TolerantLossScale(
         **factors(random),
@@ -436,7 +514,7 @@ def drawn_tolerant(random, size):
 
 
 def drawn_headroom(random, size):
-    """See `drawn_tolerant`."""
+    """See `drawn_dynamic`."""
     rule = scaling.HeadroomLossScale(
         **factors(random),
         growth_interval=int(random.choice([1, 2, 2**30, random.integers(1, 2**30)])),
@@ -453,7 +531,7 @@ def drawn_headroom(random, size):
 
 
 def drawn_logmax(random, size):
-    """See `drawn_tolerant`."""
+    """See `drawn_dynamic`."""
     bounds = {name: each for name, each in factors(random).items() if "factor" not in name}
     rule = scaling.LogMaxLossScale(
         **bounds,
@@ -475,6 +553,15 @@ def drawn_logmax(random, size):
 
 def not_fields(name, rule, before):
     """The values of what a model has in the place of a rule's fields."""
+    if name == "dynamic":
+        pairs = enumerate(rule.low_scale_intervals)
+        return {
+            f"{what}_{at}": kind(value)
+            for at, pair in pairs
+            for what, kind, value in zip(
+                ("scale", "interval"), (np.float32, np.int32), pair, strict=True
+            )
+        }
     if name == "headroom":
         return {"limit": np.float32(65504 / 2.0**rule.headroom_bits)}
     if name == "logmax":
@@ -484,7 +571,12 @@ def not_fields(name, rule, before):
     return {}
 
 
-DRAWN = {"tolerant": drawn_tolerant, "headroom": drawn_headroom, "logmax": drawn_logmax}
+DRAWN = {
+    "dynamic": drawn_dynamic,
+    "tolerant": drawn_tolerant,
+    "headroom": drawn_headroom,
+    "logmax": drawn_logmax,
+}
 KINDS = {"float": np.float32, "double": np.float64, "int": np.int32}
 
 
@@ -567,19 +659,32 @@ def test_the_formulas_of_float8_are_what_runs(variant, steps):
         np.testing.assert_array_equal(bits(found.numpy()), bits(wanted))
 
 
-def test_presets_are_among_what_is_proved():
-    """The constants of every preset that tolerates overflows are valid, in the words of the proofs."""
+@pytest.mark.parametrize(
+    ("model", "kind", "least"),
+    [(dynamic, scaling.DynamicLossScale, 5), (tolerant, scaling.TolerantLossScale, 2)],
+)
+def test_presets_are_among_what_is_proved(model, kind, least):
+    """The constants of every preset that is such a rule are valid, in the words of the proofs."""
     rules = [make() for versions in PRESETS.values() for make in versions.values()]
-    found = [rule for rule in rules if type(rule) is scaling.TolerantLossScale]
-    assert len(found) == 2
+    found = [rule for rule in rules if type(rule) is kind]
+    assert len(found) >= least
     for rule in found:
-        step = tolerant.step_of(rule.scale_interval)
+        step = model.step_of(model.VARIANTS[0])
         values = {"float": FLOAT, "double": z3.Float64()}
         pairs = [
-            (term, z3.FPVal(getattr(rule, name), values[kind]))
-            if (kind := tolerant.CONSTANTS[name]) in values
+            (term, z3.FPVal(getattr(rule, name), values[sort]))
+            if (sort := model.CONSTANTS[name]) in values
             else (term, z3.BitVecVal(getattr(rule, name), 32))
             for name, term in step.constants.items()
         ]
-        for demand in tolerant.valid_constants(step):
+        for demand in model.valid_constants(step):
             assert z3.is_true(z3.simplify(z3.substitute(demand, *pairs))), rule
+
+
+def test_powers_of_two_are_told_from_others():
+    """The formula for a power of two, on numbers at its edges."""
+    yes, no = [2.0**-126, 0.5, 1.0, 2.0**126], [0.0, -1.0, 3.0, 2.0**-127, 2.0**127, np.inf, np.nan]
+    for numbers, wanted in ((yes, True), (no, False)):
+        for number in numbers:
+            found = z3.simplify(power_of_two(z3.FPVal(number, z3.Float32())))
+            assert z3.is_true(found) == wanted, number
