@@ -72,11 +72,6 @@ class DataPosition:
         """Returns an iterator from which no element is taken; see the module's docstring."""
         return iter(untuned(self.data.dataset))
 
-    @property
-    def error(self) -> Exception | None:
-        """The error that Python code has raised while reading the data, if it is known."""
-        return None
-
     def facts(self) -> dict[str, Any]:
         """Returns what `run.json` says about the data, as JSON types."""
         data = self.data

@@ -54,11 +54,6 @@ class SourcePosition(DataPosition):
         self._dataset = data.endless()
         self.iterator = iter(self._dataset)
 
-    @property
-    def error(self) -> Exception | None:
-        """The error that reading the data has raised, if any."""
-        return self.reader.error
-
     def check_savable(self) -> None:
         """Remembers places from here on; says how a resumed run will find its place."""
         self.pipeline = f": {self.source.name}"

@@ -389,7 +389,8 @@ class OuterLoop:
         self._position.leave_out_one()  # the failed step's batch
         self._saver.wait()
         latest, target = self._parts.checkpoints.latest, self._request.target
-        explain(error, done, target, latest, self._position.error)
+        reader = self._position.data.reader
+        explain(error, done, target, latest, reader.error if reader else None)
 
     def _go_back(self, step: int) -> None:
         """Notes that the run was rolled back."""

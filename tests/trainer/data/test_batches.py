@@ -63,14 +63,6 @@ def test_the_same_arrays_in_another_structure_are_other_data():
     assert not same_data(data, {"x": X}, found)
 
 
-def test_data_that_ends_is_repeated():
-    """A short last batch is repeated in every epoch."""
-    found = batches({"x": X}, "data", tf.distribute.get_strategy(), global_batch=4)
-    sizes = [len(batch) for batch in rows(found.endless().take(7))]
-
-    assert sizes == [4, 4, 2, 4, 4, 2, 4]
-
-
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_a_function_of_an_input_context(mirrored, replicas):
     """The function returns per-replica batches, which are joined to global batches."""

@@ -382,14 +382,6 @@ def test_a_resumed_epoch_has_every_example_once(tmp_path):
         assert seen == whole.seen[stop:], f"stopped at {stop}"
 
 
-def test_the_position_of_another_pipeline_cannot_be_restored(tmp_path):
-    """TensorFlow reports a stage without a saved state."""
-    before = begin(Dataset.range(12).batch(4))
-    path = write(before, tmp_path / "saved")
-    with pytest.raises(tf.errors.OpError, match="Failed to restore dataset iterator"):
-        begin(Dataset.range(12).map(one_more).batch(4)).read(path, 0)
-
-
 def numbers_from_python():
     """Batches from a generator."""
     return Dataset.from_generator(

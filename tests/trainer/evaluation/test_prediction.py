@@ -116,22 +116,6 @@ def test_predictions_may_be_sparse(mirrored, replicas):
     np.testing.assert_allclose(tf.sparse.to_dense(found), np.maximum(outputs, 0), rtol=1e-5)
 
 
-@pytest.mark.thorough
-def test_predictions_of_replicas_have_one_shape(mirrored):
-    """A model that pads each share to its longest row cannot be joined."""
-
-    def padded():
-        strings = keras.layers.TextVectorization(vocabulary=["a", "b"])
-        return keras.Sequential(
-            [keras.Input([], dtype="string"), strings, keras.layers.Embedding(4, 2)]
-        )
-
-    trainer = Trainer(model=padded, strategy=mirrored(2), verbose=False)
-    assert trainer.predict(np.array(["a b", "a", "b a", "b"]), global_batch=4).shape == (4, 2, 2)
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        trainer.predict(np.array(["a b a", "a", "b a", "b"]), global_batch=4)
-
-
 class Doubling(tf.Module):
     """A weight that only training moves; it computes in evaluation exactly as in training."""
 

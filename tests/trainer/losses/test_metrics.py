@@ -508,22 +508,6 @@ def test_weights_that_a_metric_would_change_are_refused(metric, weights):
         weights_for(metric, tf.zeros([2, 3]), weights)
 
 
-def test_a_mask_becomes_weights_as_the_metric_takes_them():
-    """Floats, but for intersections, which count in integers; a mean reads the mask itself."""
-    mask, y = tf.constant([[True, False]]), tf.zeros([1, 2])
-    precision = weights_for(keras.metrics.Precision(), y, None, mask)
-    assert (precision.dtype, precision.numpy().tolist()) == (tf.float32, [[1.0, 0.0]])
-    iou = weights_for(keras.metrics.BinaryIoU(), y, None, mask)
-    assert (iou.dtype, iou.numpy().tolist()) == (tf.int32, [[1, 0]])
-    assert weights_for(keras.metrics.BinaryAccuracy(), y, None, mask) is None
-    both = weights_for(keras.metrics.Precision(), y, tf.constant([2.0]), mask)
-    assert both.numpy().tolist() == [[2.0, 0.0]]
-    column = weights_for(keras.metrics.MeanIoU(3, dtype="float32"), y, tf.constant([[0.5]]))
-    assert column.numpy().tolist() == [[0.5, 0.5]]
-    counts = weights_for(keras.metrics.BinaryIoU(), y[0], tf.constant([2, 0]))
-    assert counts.dtype == tf.int32
-
-
 PADDED = {
     "precision": keras.metrics.Precision,
     "recall": keras.metrics.Recall,

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, all_copies
+from helpers import all_copies
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -140,25 +140,6 @@ def test_each_of_several_outputs_has_its_own_range():
     assert trainer.train(data(LABELS, with_last(LABELS, 4)), 2).step == 2
     message, _ = error_of(trainer, data(with_last(LABELS, 4), LABELS), 5)
     assert "labels of few from 0 to 2" in message
-
-
-@pytest.mark.thorough
-def test_batches_of_dicts_and_of_ragged_tensors():
-    """Every part is checked, and named by its keys."""
-
-    class Own(Linear):
-        def compute_loss(self, batch, training):
-            rows = tf.cast(batch["more"].to_tensor(shape=[None, 2]), tf.float32)
-            return super().compute_loss(batch, training) + tf.reduce_sum(rows, axis=1)
-
-    def data(last):
-        more = tf.ragged.constant([[1.0], [2.0, last]])
-        one = {"x": tf.ones([2, 1]), "slope": tf.ones([2]), "more": more}
-        return tf.data.Dataset.from_tensors(one)
-
-    trainer = Own(verbose=False, monitoring=Monitoring(check_data=True, check_gradients=False))
-    assert trainer.train(data(3.0), 1).step == 1
-    assert "numbers in part more of the batch; got" in error_of(trainer, data(np.inf), 3)[0]
 
 
 @pytest.mark.thorough
