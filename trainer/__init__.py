@@ -1,8 +1,7 @@
 """The training loop: `Trainer`, with the types of its results and errors.
 
 `trainer.step` is the training step alone. The names below are imported when they are first used,
-so that `trainer.step` and the programs `trainer.replay` and `trainer.report` load only what they
-need.
+so that `trainer.step` and the program `trainer.report` load only what they need.
 """
 
 import importlib

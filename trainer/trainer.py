@@ -246,7 +246,6 @@ class Trainer(Task):
         arguments, before = dict(locals()), {*vars(self)}
         # First: a strategy may configure the devices, which a metric's variables would initialize.
         self.strategy = resolve_strategy(strategy)
-        self.strategy_name = strategy if isinstance(strategy, str) else None
         # With several workers, only the chief prints and writes files; all of them read files.
         self.is_chief = strategies.capabilities(self.strategy).is_chief
         super().__init__(model, optimizer, loss_fn, metrics, losses)

@@ -168,20 +168,6 @@ def parse_rule(text: str) -> LossScaleRule:
     raise ValueError(f"`loss_scale` must be a number or one of {known}; got {shown(text)}")
 
 
-def format_rule(rule: LossScaleRule) -> str | None:
-    """Returns a text from which `parse_rule` makes an equal rule; None for a class of one's own.
-
-    Example:
-        >>> format_rule(FixedLossScale(1024.0))
-        'fixed:loss_scale=1024.0'
-    """
-    for name, kind in RULES.items():
-        if type(rule) is kind:
-            fields = [f"{field}={value!r}" for field, value in sorted(vars(rule).items())]
-            return ":".join([name, *fields])
-    return None
-
-
 def parse_value(text: str) -> Any:
     """Returns the Python literal or power of two that a text denotes; other text is unchanged.
 

@@ -32,7 +32,6 @@ NOT_RUN = {
         "takes minutes, and its figures mean nothing on a busy machine",
     ),
     "python -m strategies.launch": "incomplete; the complete commands run",
-    "python -m trainer.replay": "incomplete; test_main.py runs it",
     "python -m trainer.tune": "incomplete; test_tune.py runs it",
     "python -m trainer.tune my_module:make": "the reader's own module",
     "python -m scaling.simulate": "incomplete; the complete commands run",

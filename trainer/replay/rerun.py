@@ -195,7 +195,7 @@ def check_replayable(recorded: Setting, ours: Setting, declared: Fingerprint) ->
         declared: what the trainer declares of its objects.
     """
     for name, value in recorded.items():
-        if name not in ("strategy", "loss_scale", "computation") and ours.get(name) != value:
+        if name != "computation" and ours.get(name) != value:
             argument = "loss_scale" if name == "rule" else name
             here = shown(ours.get(name))
             raise ValueError(f"`{argument}` must be {value!r}, as in the recorded run; got {here}")

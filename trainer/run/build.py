@@ -14,7 +14,6 @@ from absl import logging
 
 import strategies
 from scaling.base.argument_checks import shown
-from scaling.rules.named import format_rule
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
 from trainer.base.tracking import copies_of, read_copies, tracked, tracked_variables, write_copies
@@ -577,8 +576,6 @@ def recorded_settings(trainer: "Trainer") -> dict[str, Any]:
         "updates_per_step": trainer.updates.updates_per_step,
         "reduce_dtype": trainer.updates.reduce_dtype,
         "reduce_bucket_bytes": trainer.updates.reduce_bucket_bytes,
-        "loss_scale": format_rule(trainer.rule),
         "rule": text_of_rule(trainer.rule),
         "num_replicas": trainer.strategy.num_replicas_in_sync,
-        "strategy": trainer.strategy_name,
     }

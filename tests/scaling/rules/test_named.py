@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import scaling
 from scaling import DynamicLossScale, FixedLossScale, HeadroomLossScale, parse_rule, preset
-from scaling.rules.named import PRESETS, RULES, format_rule
 
 # Preset, version, and the system it is compared with.
 SYSTEMS = [
@@ -321,32 +320,6 @@ def test_the_newest_version_is_the_default(name, version, reference):
 def test_rules_are_parsed_from_text(text, rule):
     """A text may be a name, a number or a power of two, and may set fields."""
     assert rule == parse_rule(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(name for name in RULES if name != "fixed"),
-        *PRESETS,
-        "fixed:loss_scale=2^-126",
-        "dynamic:initial_scale=2^20:low_scale_intervals=((2.0,25),):hysteresis_refill=finite_step",
-        "headroom:headroom_bits=3",
-    ],
-)
-def test_a_text_of_every_rule_is_parsed_to_it(text):
-    """`format_rule` is the inverse of `parse_rule`."""
-    rule = parse_rule(text)
-
-    assert parse_rule(format_rule(rule)) == rule
-
-
-def test_a_rule_of_ones_own_has_no_text():
-    """Nor does a subclass of a built-in rule."""
-
-    class Own(DynamicLossScale):
-        pass
-
-    assert format_rule(Own()) is None
 
 
 @pytest.mark.parametrize(

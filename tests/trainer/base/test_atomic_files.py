@@ -15,10 +15,8 @@ from trainer.base.atomic_files import (
     clean_up_folders,
     discard_folder,
     exchange,
-    make_folder,
     only_writer,
     publish_folder,
-    remove_folder,
     unfinished,
     write_atomically,
 )
@@ -120,20 +118,6 @@ def test_a_folder_that_is_replaced_always_has_its_name(tmp_path, monkeypatch, ca
     assert contents(tmp_path) == {"ckpt-1/data": "new"}
 
 
-def test_new_folders_are_flushed_in_the_ones_above(tmp_path, monkeypatch):
-    """Otherwise a power failure could take a folder with everything in it. Folders that exist are
-    left alone.
-    """
-    flushed = []
-    monkeypatch.setattr(atomic_files, "flush_to_disk", flushed.append)
-    make_folder(tmp_path / "a" / "b" / "c")
-    make_folder(tmp_path / "a" / "b" / "d")
-    make_folder(tmp_path / "a")
-
-    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b"]
-    assert sorted(each.name for each in (tmp_path / "a/b").iterdir()) == ["c", "d"]
-
-
 def test_an_unfinished_folder_can_be_discarded(tmp_path):
     """The published folder is unchanged, and discarding nothing is no error."""
     path = tmp_path / "ckpt-3"
@@ -156,41 +140,6 @@ def test_clean_up_leaves_everything_else_alone(tmp_path):
 
     assert {entry.name for entry in tmp_path.iterdir()} == {"ckpt-3", "step-7.tmp", "notes.tmp"}
     assert contents(tmp_path / "ckpt-3") == {"a": "text"}
-
-
-def test_clean_up_completes_a_replacement(tmp_path):
-    """The old folder is moved back unless the new one is already in place."""
-    path, aside = tmp_path / "ckpt-3", tmp_path / "ckpt-3.old"
-    publish(path, a="old")
-    path.rename(aside)
-    clean_up_folders(tmp_path, "ckpt")
-    assert contents(tmp_path) == {"ckpt-3/a": "old"}
-
-    path.rename(aside)
-    (begin_folder(path) / "a").write_text("new")
-    unfinished(path).rename(path)
-    clean_up_folders(tmp_path, "ckpt")
-    assert contents(tmp_path) == {"ckpt-3/a": "new"}
-    assert not aside.exists()
-
-
-def test_a_folder_is_removed_at_once(tmp_path, monkeypatch):
-    """A process that is killed while it removes a folder leaves no part of it at its path."""
-    path = tmp_path / "ckpt-3"
-    publish(path, a="text", b="text")
-    (begin_folder(path) / "a").write_text("from a killed process")
-    with monkeypatch.context() as patch:
-        # As if it were killed before the last operation.
-        patch.setattr(os, "rmdir", lambda *_, **__: fail())
-        with pytest.raises(OSError, match="No space left"):
-            remove_folder(path)
-    assert not path.exists()
-    clean_up_folders(tmp_path, "ckpt")
-    assert not [*tmp_path.iterdir()]
-
-    publish(path, a="text")
-    remove_folder(path)
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("link", ["page.html", "page.html.tmp"])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from trainer.base.fields import (
-    argument_texts,
     check_fields,
     checked,
     choice,
@@ -78,34 +77,3 @@ def test_numbers_of_numpy_become_numbers_of_python():
     taken = Group(steps=np.int64(3), secs=np.float32(2))
 
     assert (type(taken.steps), type(taken.secs)) == (int, float)
-
-
-def test_texts_of_arguments():
-    """Texts are collected from every "Args" section, each on one line with a capital first letter."""
-
-    class Documented:
-        """Does something.
-
-        Args: First
-            one: the first
-                argument: with a colon, and
-                two lines more.
-            two_2: "quoted".
-
-        Text between sections: no argument.
-
-        Args:
-            three: last.
-
-        Raises:
-            ValueError: not an argument.
-
-        Example:
-            >>> four: 4
-        """
-
-    assert argument_texts(Documented) == {
-        "one": "The first argument: with a colon, and two lines more.",
-        "two_2": '"quoted".',
-        "three": "Last.",
-    }

@@ -1,8 +1,6 @@
 """Seeding of the global random generators for a block of code."""
 
 import random
-import threading
-import time
 
 import keras
 import numpy as np
@@ -141,30 +139,3 @@ def test_without_a_seed_a_model_draws_like_any_keras_model():
     one, other = line(None).model, line(None).model
     assert np.array_equal(one.get_weights()[0], expected)
     assert not np.array_equal(one.get_weights()[0], other.get_weights()[0])
-
-
-def test_blocks_in_two_threads_do_not_meet():
-    """A block waits for one in another thread: each draws as if it were alone."""
-    alone = []
-    for seed in (1, 2):
-        with ScopedSeed(seed).in_use():
-            alone.append([random.random() for _ in range(3)])  # noqa: S311
-    before, found = random_state(), {}
-    both = threading.Barrier(2)
-
-    def draw(place):
-        both.wait(10)
-        with ScopedSeed(place + 1).in_use():
-            drawn = []
-            for _ in range(3):
-                drawn.append(random.random())  # noqa: S311
-                time.sleep(0.05)  # lets the other thread draw
-            found[place] = drawn
-
-    threads = [threading.Thread(target=draw, args=(place,)) for place in (0, 1)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(10)
-    assert [found[0], found[1]] == alone
-    assert same(random_state(), before)

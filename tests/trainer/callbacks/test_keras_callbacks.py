@@ -143,35 +143,6 @@ def test_a_callback_acts_through_the_model():
     assert not hasattr(trainer.model, "optimizer") or trainer.model.optimizer is None
 
 
-@pytest.mark.thorough  # takes seconds
-def test_a_resumed_run_goes_on_with_what_they_remember(tmp_path):
-    """A run that was interrupted within an epoch ends like one without interruption: means of the
-    epoch, history, counts and files.
-    """
-
-    def callbacks(name):
-        return [
-            keras.callbacks.History(),
-            keras.callbacks.EarlyStopping(patience=2, min_delta=9.0),
-            keras.callbacks.CSVLogger(tmp_path / f"{name}.csv"),
-        ]
-
-    whole, first, second = callbacks("whole"), callbacks("parts"), callbacks("parts")
-    train(make(whole), epochs=4)
-    line = make(first, model_dir=tmp_path / "run")
-    line.train(dataset(), steps=6, eval_data=dataset())
-    train(make(second, model_dir=tmp_path / "run"), epochs=4)
-
-    assert second[0].epoch == whole[0].epoch
-    assert second[0].history["loss"] == pytest.approx(whole[0].history["loss"])
-    assert second[0].history["val_loss"] == pytest.approx(whole[0].history["val_loss"])
-    assert (second[1].wait, second[1].stopped_epoch) == (whole[1].wait, whole[1].stopped_epoch)
-    epochs = [
-        row["epoch"] for row in csv.DictReader((tmp_path / "parts.csv").read_text().splitlines())
-    ]
-    assert epochs == [str(epoch) for epoch in whole[0].epoch]
-
-
 # How to make one of each public class of keras.callbacks that can work.
 WORKING = {
     "CSVLogger": lambda folder: keras.callbacks.CSVLogger(folder / "log.csv"),

@@ -2,15 +2,13 @@
 
 import math
 
-import keras
 import numpy as np
 import pytest
 from helpers import Linear, slopes
 
-from trainer import Callback, Trainer, Updates
+from trainer import Callback, Updates
 from trainer.callbacks import BestWeights, EarlyStopping, ReduceLROnPlateau
 from trainer.callbacks.monitored import Monitored
-from trainer.keras_compat import averages_of
 
 
 def test_the_best_value():
@@ -66,37 +64,6 @@ def test_best_weights_are_kept_in_memory():
     assert (best.best, best.best_step, line.weight) == (1.0, 1, -2.0)
     best.restore()
     assert line.weight == 0.0
-
-
-@pytest.mark.thorough  # takes seconds
-def test_layers_unfrozen_after_the_best_value():
-    """The best average of a weight that was frozen then, and so had none, is the weight itself."""
-    keras.utils.set_random_seed(0)
-    frozen = keras.layers.Dense(1, trainable=False)
-    best = BestWeights("loss", mode="max")
-    model = keras.Sequential([keras.Input([1]), frozen, keras.layers.Dense(1)])
-    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
-    line = Trainer(
-        model=model,
-        optimizer=optimizer,
-        loss_fn="mse",
-        callbacks=[best],
-        log_interval=1,
-        verbose=False,
-    )
-    x = np.ones([8, 1], np.float32)
-    line.train((x, x), 2, global_batch=8)
-    kept = frozen.kernel.numpy().copy()
-    best.best = math.inf  # nothing later is better
-    frozen.trainable = True
-    line.train((x, x), 5, global_batch=8)
-    assert not np.array_equal(frozen.kernel, kept)
-
-    best.restore()
-
-    assert np.array_equal(frozen.kernel, kept)
-    averages = {id(weight): average for weight, average in averages_of(line.optimizer)}
-    assert np.array_equal(averages[id(frozen.kernel)], kept)
 
 
 # EarlyStopping.

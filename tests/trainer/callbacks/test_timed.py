@@ -109,25 +109,6 @@ def test_an_action_keeps_its_clock_and_its_state(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_two_actions_keep_their_own_states(tmp_path):
-    """A resumed run finds the state of each by the name of its function, in whatever order they are."""
-
-    class Other(Counter):
-        pass
-
-    counts = []
-    for steps, kinds in ((4, [Counter, Other]), (6, [Other, Counter])):
-        counters = {kind: kind() for kind in kinds}
-        every = {Counter: 1, Other: 2}
-        actions = [Action(counter, every[kind]) for kind, counter in counters.items()]
-        line = Linear(model_dir=tmp_path, callbacks=actions, verbose=False)
-        line.train(slopes(1.0), steps, global_batch=1)
-        counts.append((counters[Counter].calls, counters[Other].calls))
-
-    assert counts == [(4, 2), (6, 3)]
-
-
-@pytest.mark.thorough
 def test_time_counts_over_resumes(monkeypatch, tmp_path):
     """The run ends after the loop in which its time is over; the time of the process before
     counts, and that between the two does not.

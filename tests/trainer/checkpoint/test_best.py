@@ -143,15 +143,6 @@ def test_a_damaged_model_is_replaced_first(tmp_path):
     assert len(folder.committed(tmp_path / "best", "step")) == 2
 
 
-def test_fewer_may_be_kept_than_before(tmp_path):
-    """With a smaller limit, the worst models are removed when the next one is kept."""
-    consider(tmp_path, [4.0, 3.0, 2.0], keep=3)
-    best = Best(tmp_path, 1, "loss", "lowest")
-    assert not best.consider(4, {"loss": 2.0}, export)
-    assert best.consider(5, {"loss": 1.0}, export)
-    assert list(folder.committed(tmp_path / "best", "step")) == [5]
-
-
 # Within a run.
 
 # Keras converts its variables in a way that NumPy 2 warns about.

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, linear_model, slopes
+from helpers import linear_model
 
 import scaling
 from trainer.base.tracking import copies_of
@@ -26,19 +26,6 @@ from trainer.checkpoint.contents import (
     split,
     write_arrays,
 )
-
-
-def test_a_variable_without_a_value_is_an_error(tmp_path):
-    """A variable of the model or the trainer that the checkpoint does not have is named."""
-
-    class More(Linear):
-        def __init__(self, **arguments):
-            super().__init__(verbose=False, **arguments)
-            self.more = tf.Variable(3.0, name="more")
-
-    Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=1, global_batch=1)
-    with pytest.raises(ValueError, match=r"(?s)`model_dir`.*more:0"):
-        More(model_dir=tmp_path).train(slopes(1.0), steps=2, global_batch=1)
 
 
 def test_variables_are_described_by_name_dtype_and_shape():

@@ -444,20 +444,6 @@ def test_another_model_or_optimizer_is_refused(tmp_path, before, model, optimize
         train(model, optimizer)
 
 
-def test_rolling_back_removes_later_checkpoints(tmp_path):
-    """Later checkpoints are removed once an earlier one is restored; without one, nothing happens."""
-    trainer = Linear(model_dir=tmp_path, checkpoints=Checkpoints(interval=2), verbose=False)
-    trainer.train(slopes(1.0), steps=6, global_batch=1)
-    checkpoints = access.checkpoints(trainer)
-
-    assert checkpoints.restore(before=2) is None
-    assert steps_saved(tmp_path) == [2, 4, 6]
-    assert trainer.weight == -5.0
-    assert checkpoints.restore(before=4) == tmp_path / "ckpt-2"
-    assert steps_saved(tmp_path) == [2]
-    assert trainer.weight == -1.0
-
-
 # Writing in a thread.
 
 

@@ -223,28 +223,6 @@ def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
             Renamed(**settings, verbose=False).train(data, steps=4, global_batch=2)
 
 
-@pytest.mark.thorough
-def test_a_checkpoint_in_model_dir_takes_precedence(old, tmp_path):
-    """The same command with `init_from` resumes its own run, even if the old run has been deleted."""
-    path, _ = old
-    shutil.copytree(path / "run" / "ckpt-2", tmp_path / "old")
-    arguments = {
-        "model_dir": tmp_path / "new",
-        "checkpoints": Checkpoints(init_from=tmp_path / "old"),
-        "seed": 4,
-    }
-    first = Deep(**arguments)
-    first.train(DATA, steps=3, global_batch=4)
-    shutil.rmtree(tmp_path / "old")
-    second = Deep(**arguments)
-    summary = second.train(DATA, steps=3, global_batch=4)
-
-    assert (summary.step, summary.steps_run) == (3, 0)
-    for ours, theirs in zip(second.weights(), first.weights(), strict=True):
-        assert ours.tobytes() == theirs.tobytes()
-    assert int(second.optimizer.iterations.numpy()) == 3
-
-
 @pytest.mark.parametrize("what", ["run", "plain.keras"])
 def test_weights_are_loaded_into_another_precision(old, what):
     """Weights are float32 in every precision."""
@@ -316,25 +294,6 @@ def test_a_file_of_the_older_format_may_hold_a_layer_twice(tmp_path):
     saved = model()
     saved.save(tmp_path / "old.h5")
     read_file(tmp_path / "old.h5", model())
-
-
-def test_optimizers_of_a_models_own_are_no_weights(tmp_path):
-    """A GAN that Keras has trained holds two."""
-
-    class Pair(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-            self(np.zeros([1, 3], np.float32))
-
-        def call(self, inputs):
-            return self.dense(inputs)
-
-    trained = Pair()
-    trained.d_optimizer = keras.optimizers.SGD(momentum=0.9)
-    trained.d_optimizer.build(trained.trainable_variables)
-    trained.save_weights(tmp_path / "pair.weights.h5")
-    read_file(tmp_path / "pair.weights.h5", Pair())
 
 
 @pytest.mark.thorough

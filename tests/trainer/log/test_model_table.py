@@ -77,24 +77,6 @@ def test_frozen_layers_and_sublayers_stand_apart():
     assert (frozen_parameters(rows), total_size(rows)[0]) == (6, 12)
 
 
-def test_blocks_that_the_model_builds():
-    """A layer's row has its block also if the model has built it, and the model has its own."""
-
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__(name="model")
-            self.block = keras.Sequential([keras.layers.Dense(2, name="inner")], name="block")
-            self.own = self.add_weight(shape=[], name="own")
-
-        def call(self, inputs):
-            return self.own * self.block(inputs)
-
-    model = Model()
-    model(tf.ones([1, 2]))
-    lines = lines_of(variable_rows(model), detailed=False)
-    assert [line[:2] for line in lines[1:]] == [["model", "Model"], ["block/inner", "Dense"]]
-
-
 def test_a_module_has_no_layers():
     """The rows of a `tf.Module` have names, and no layers; each variable has a line of its own."""
     module = tf.Module()

@@ -19,10 +19,8 @@ from scaling.telemetry.record import read_record
 from trainer import Monitoring, Skips, TrainingStuckError
 from trainer.report import facts, write_report
 from trainer.report.page import (
-    LOSS_SCALE,
     compare_runs,
     differing_settings,
-    scale_of,
 )
 from trainer.report.reading import read_run
 
@@ -271,18 +269,3 @@ def test_settings_that_only_one_run_has_differ(tmp_path):
     assert differing_settings(runs) == [("old", ["1", "-"])]
     runs["c"] = read_run(write_lines(tmp_path / "c", TRAIN))
     assert differing_settings(runs) == [("seed", ["0", "0", "-"]), ("old", ["1", "-", "-"])]
-
-
-def test_a_scale_has_corners(tmp_path):
-    """The scale holds until the step that changes it."""
-    changes = [
-        {"split": "scale", "step": step, "loss_scale": 2.0**k} for step, k in ((1, 4), (6, 3))
-    ]
-    run = read_run(write_lines(tmp_path, *changes, TRAIN))
-
-    curve = scale_of(run)[LOSS_SCALE]
-
-    assert curve.step[0] == 1
-    assert curve.step[-1] == 10
-    assert set(curve.value) >= {4.0, 3.0}
-    assert (np.diff(curve.step) >= 0).all()
