@@ -4,8 +4,6 @@ Optimizers:
 
 - `_all_reduce_sum_gradients`: `apply` sums over replicas, and no argument turns that off.
 - `_trainable_variables`: which variables it was built for, in the order of its slots.
-- `_model_variables_moving_average`: which of its variables are averages, and of which weights.
-- `_update_model_variables_moving_average`: where `apply` updates them, and overwrites the weights.
 - `_learning_rate`: a schedule itself; the public `learning_rate` is its value.
 - `_get_variable_index`, `_momentums`, `_velocities`: Adam's slots of a variable, for its kernel.
 - `_iterations`: a rule sees the updates that one variable had.
@@ -65,96 +63,6 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
         yield
     finally:
         del optimizer._all_reduce_sum_gradients
-
-
-@contextlib.contextmanager
-def average_overwrites_on_replicas(
-    optimizer: keras.optimizers.Optimizer,
-    trained: Sequence[keras.Variable],
-    strategy: tf.distribute.Strategy,
-) -> Iterator[None]:
-    """Makes `optimizer.apply` overwrite the trained weights by their average, without a branch.
-
-    With `ema_overwrite_frequency`, Keras assigns the averages inside a `cond`, through a
-    `merge_call`, which raises in a graph with several replicas, and assigns those of frozen weights
-    too, and fails if one has no average, as a float8 scale. Here every update assigns either the
-    average or the weight itself. On one replica, if no weight is frozen and all have averages,
-    nothing changes.
-    """
-    frequency = optimizer.ema_overwrite_frequency
-    if not (optimizer.use_ema and frequency and optimizer.built):
-        yield
-        return
-    known = {id(variable) for variable in trained}
-    frozen = any(id(variable) not in known for variable in optimizer._trainable_variables)
-    complete = all(one is not None for one in optimizer._model_variables_moving_average)
-    if strategy.num_replicas_in_sync == 1 and complete and not frozen:
-        yield
-        return
-    update_averages = optimizer._update_model_variables_moving_average
-
-    def update_and_overwrite(variables: Sequence[keras.Variable]) -> None:
-        update_averages(variables)
-        due = (optimizer.iterations + 1) % frequency == 0
-        averages = optimizer._model_variables_moving_average
-        for variable, average in zip(variables, averages, strict=True):
-            if average is not None and id(variable) in known:
-                _update(variable, strategy, _assign_if, average.value, due)
-
-    optimizer.ema_overwrite_frequency = None
-    optimizer._update_model_variables_moving_average = update_and_overwrite
-    try:
-        yield
-    finally:
-        optimizer.ema_overwrite_frequency = frequency
-        del optimizer._update_model_variables_moving_average
-
-
-@contextlib.contextmanager
-def averages_updated(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Raises ValueError at the end if `optimizer.apply` ran and did not update the averages.
-
-    An optimizer with an `apply` of its own may call that of an optimizer that it holds, and keep
-    averages that are never updated. An evaluation would then use the weights before the first step.
-    """
-    if not optimizer.use_ema:
-        yield
-        return
-    before = dict(vars(optimizer))
-    called = set()
-
-    def noted(name: str) -> Callable[..., Any]:
-        method = getattr(optimizer, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.add(name)
-            return method(*args, **kwargs)
-
-        return call
-
-    names = ("apply", "_update_model_variables_moving_average")
-    for name in names:
-        setattr(optimizer, name, noted(name))
-    try:
-        yield
-    finally:
-        for name in names:
-            if name in before:
-                setattr(optimizer, name, before[name])
-            else:
-                delattr(optimizer, name)
-    if called == {"apply"}:
-        raise ValueError(
-            "`optimizer` must update its moving averages of the weights (`ema_momentum`, or "
-            f"use_ema=True); got {type(optimizer).__name__}, whose apply() does not. An "
-            "evaluation would use the weights before the first step. Call super().apply() in it, "
-            "or leave out the averages."
-        )
-
-
-def _assign_if(variable: tf.Variable, value: tf.Tensor, due: tf.Tensor) -> None:
-    """Assigns a value if it is due, and otherwise the variable's own."""
-    variable.assign(tf.where(due, value, variable))
 
 
 @contextlib.contextmanager
@@ -295,44 +203,6 @@ def own_update_counts(
         del optimizer.update_step
         if own_rule is not None:
             optimizer.update_step = own_rule
-
-
-def averages_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[Any, Any]]:
-    """Returns pairs (weight, its moving average) of an optimizer; none without `use_ema`.
-
-    `optimizer.variables` has the averages among its other variables.
-    """
-    kept = optimizer._model_variables_moving_average if optimizer.use_ema else []
-    pairs = zip(optimizer._trainable_variables if kept else [], kept, strict=True)
-    return [(variable, average) for variable, average in pairs if average is not None]
-
-
-def assign_averages(
-    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
-) -> None:
-    """Overwrites an optimizer's weights with their moving averages, those of frozen weights too.
-
-    `finalize_variable_values` is public and does so at the end of `fit`, but fails under TensorFlow
-    if a variable has no average, as a float8 scale.
-    """
-    for variable, average in averages_of(optimizer):
-        _update(variable, strategy, _assign, average.value)
-
-
-def _update(
-    variable: Any,
-    strategy: tf.distribute.Strategy,
-    assign: Callable[..., None],
-    *values: tf.Tensor,
-) -> None:
-    """Calls `assign(copy, *values)` for each copy of a Keras variable or a `tf.Variable`."""
-    own = variable.value if isinstance(variable, keras.Variable) else variable
-    strategy.extended.update(own, assign, args=values)
-
-
-def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Assigns a value, on the variable's device."""
-    variable.assign(value)
 
 
 def casts_variables() -> bool:

@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 from helpers import copies
 
+from trainer.step.averages import averages_of
+
 pytestmark = pytest.mark.sampled
 
 PAGE = Path(__file__).parents[2] / "docs" / "skipped-steps.md"
@@ -54,7 +56,7 @@ class Incumbent:
         """
         spectral, norm, own, dropout, _ = self.model.layers
         inner = self.optimizer.inner_optimizer
-        averages = inner._model_variables_moving_average if inner.use_ema else []
+        averages = [average for _, average in averages_of(inner)]
         no_slots = {id(inner.iterations), id(inner._learning_rate), *map(id, averages)}
         weights = self.model.trainable_variables
         return {

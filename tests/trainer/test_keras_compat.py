@@ -15,7 +15,6 @@ from trainer.keras_compat import (
     all_layers,
     arguments_of_loss,
     atomic_update_count,
-    average_overwrites_on_replicas,
     computing_in_float32,
     differentiable_moments,
     gradients_already_reduced,
@@ -74,50 +73,9 @@ def test_reduced_gradients_are_not_summed_again(mirrored):
     assert float(weight.numpy()) == -4.0
 
 
-def test_an_optimizer_that_is_not_built_has_no_averages():
-    """Part of a `MultiOptimizer` that no variable belongs to yet is left alone."""
-    optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_overwrite_frequency=2)
-    with average_overwrites_on_replicas(optimizer, [], tf.distribute.get_strategy()):
-        assert optimizer.ema_overwrite_frequency == 2
-
-
-@pytest.mark.parametrize("kind", [keras.Variable, tf.Variable])
-def test_averages_overwrite_weights_on_replicas(mirrored, kind):
-    """Every second update overwrites the weights on every replica by their average, in a graph, where
-    Keras alone raises.
-    """
-    strategy = mirrored(3)
-    with strategy.scope():
-        weight = kind(4.0)
-        ema = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-        optimizer = keras.optimizers.SGD(1.0, **ema)
-        optimizer.build([weight])
-
-    def apply():
-        optimizer.apply([tf.constant(1.0)], [weight])
-
-    @tf.function
-    def step():
-        overwriting = average_overwrites_on_replicas(optimizer, [weight], strategy)
-        with gradients_already_reduced(optimizer), overwriting:
-            strategy.run(apply)
-
-    seen = []
-    for _ in range(3):
-        step()
-        own = weight.value if kind is keras.Variable else weight
-        seen.append([float(copy) for copy in own.values])
-    with pytest.raises(RuntimeError, match="merge_call"):
-        tf.function(lambda: strategy.run(apply))()
-
-    assert seen == [[3.0] * 3, [2.5] * 3, [1.5] * 3]
-    assert optimizer.ema_overwrite_frequency == 2
-
-
 def test_the_replaced_attribute_still_exists():
     """Setting an attribute that Keras no longer reads would have no effect."""
     assert callable(keras.optimizers.SGD()._all_reduce_sum_gradients)
-    assert callable(keras.optimizers.SGD()._update_model_variables_moving_average)
 
 
 def nested_model():

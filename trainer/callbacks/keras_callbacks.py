@@ -10,7 +10,7 @@ from absl import logging
 
 from trainer.callbacks.callback import Callback
 from trainer.callbacks.monitored import resolve_mode
-from trainer.step.objective import average_weights
+from trainer.step.averages import average_weights
 
 # Classes of Keras that cannot work with a trainer, and what to use instead.
 REFUSED = {

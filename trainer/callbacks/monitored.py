@@ -12,7 +12,7 @@ from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_choice
 from trainer.callbacks.callback import Callback
 from trainer.checkpoint.warm_start import weights_of
-from trainer.keras_compat import averages_of
+from trainer.step.averages import averages_of
 from trainer.step.objective import single_optimizers
 from trainer.step.types import Variable
 

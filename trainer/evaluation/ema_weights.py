@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.base.tracking import read_copies, write_copies
-from trainer.keras_compat import assign_averages, built_for
-from trainer.step.objective import average_weights
+from trainer.keras_compat import built_for
+from trainer.step.averages import assign_averages, average_weights
 from trainer.step.plan import StepPlan
 
 

@@ -16,13 +16,13 @@ from trainer.base.tracking import read_copies, write_copies
 from trainer.checkpoint.warm_start import weights_of
 from trainer.keras_compat import (
     MultiOptimizer,
-    averages_of,
     built_for,
     carry_over,
     inner_optimizer,
     unbuilt_copy,
 )
 from trainer.run.parts import Slot, Slots
+from trainer.step.averages import averages_of
 from trainer.step.objective import optimizers_in
 from trainer.step.types import Optimizers, Variable
 

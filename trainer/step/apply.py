@@ -27,16 +27,15 @@ from trainer.base.tracking import Copies, tensorflow_variable
 from trainer.keras_compat import (
     MultiOptimizer,
     atomic_update_count,
-    average_overwrites_on_replicas,
-    averages_updated,
     built_for,
     gradients_already_reduced,
     inner_optimizer,
     own_update_counts,
     slot_variables,
 )
+from trainer.step.averages import updating_averages
 from trainer.step.diagnose import ReplicaResult
-from trainer.step.objective import optimizers_in, single_optimizers
+from trainer.step.objective import optimizers_in
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.trace import ByHandle
 from trainer.step.types import Gradient, Values, Variable
@@ -83,9 +82,6 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
     """Context manager: makes a group's optimizers use gradients that are already reduced.
 
     Under an asynchronous strategy they count updates atomically; otherwise they use fused kernels.
-
-    Raises:
-        ValueError: if one keeps averages of the weights that it does not update.
     """
     asynchronous = strategies.capabilities(plan.strategy).asynchronous
     update = atomic_update_count if asynchronous else fused_updates
@@ -96,13 +92,9 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
                 own = {id(variable) for variable in built_for(optimizer)}
                 missed = [pair for pair in plan.missed if id(pair[0]) in own]
                 stack.enter_context(gradients_already_reduced(optimizer))
-                stack.enter_context(
-                    average_overwrites_on_replicas(optimizer, trained, plan.strategy)
-                )
+                stack.enter_context(updating_averages(optimizer, trained, plan.strategy))
                 stack.enter_context(update(optimizer))
                 stack.enter_context(own_update_counts(optimizer, missed))
-            for optimizer in single_optimizers(objective.optimizer):
-                stack.enter_context(averages_updated(optimizer))
         yield
 
 

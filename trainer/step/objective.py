@@ -1,7 +1,7 @@
 """The objectives of a step: each has a loss, an optimizer, and the variables that it trains."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import keras
 
@@ -33,12 +33,6 @@ def single_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optim
     if isinstance(optimizer, MultiOptimizer):
         return list(optimizer.optimizers)
     return [optimizer]
-
-
-def average_weights(optimizers: Iterable[keras.optimizers.Optimizer]) -> bool:
-    """Returns whether all of a run's optimizers keep moving averages of what they update."""
-    updating = [one for each in optimizers for one in single_optimizers(each) if one.built]
-    return bool(updating) and all(one.use_ema for one in updating)
 
 
 def optimizers_in(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:

@@ -129,48 +129,6 @@ def test_an_optimizer_that_holds_another_does_not_sum_again(mirrored, replicas):
     assert optimizer.inner.iterations.numpy() == 1
 
 
-class Counted(Wrapper):
-    """Lets the inner optimizer update, and then Keras update the averages."""
-
-    def apply(self, grads, trainable_variables=None):
-        """Updates by the inner optimizer; its own rate is 0."""
-        self.inner.apply(grads, trainable_variables)
-        keras.optimizers.Optimizer.apply(self, grads, trainable_variables)
-
-    def update_step(self, gradient, variable, learning_rate):
-        """Leaves the variable as it is."""
-
-
-def averaging_step(wrapper):
-    """One step of a wrapper, which keeps averages."""
-    model = Pair()
-    optimizer = wrapper(keras.optimizers.SGD(1.0))
-    plan = plan_of(model, optimizer=optimizer, updates=Updates(ema_momentum=0.5))
-    run = TrainState(plan.rule)
-    tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)(tf.ones([3]))
-    return model, optimizer
-
-
-def test_averages_that_an_optimizer_does_not_update_are_refused():
-    """An evaluation would use the weights before the first step."""
-    with pytest.raises(ValueError, match="Wrapper") as error:
-        averaging_step(Wrapper)
-    assert str(error.value) == (
-        "`optimizer` must update its moving averages of the weights (`ema_momentum`, or "
-        "use_ema=True); got Wrapper, whose apply() does not. An evaluation would use the weights "
-        "before the first step. Call super().apply() in it, or leave out the averages."
-    )
-
-
-def test_averages_that_an_optimizer_updates_in_a_way_of_its_own():
-    """What counts is that they are updated. Afterwards, the optimizer has its own methods again."""
-    model, optimizer = averaging_step(Counted)
-    (average, _) = (each for each in optimizer.variables if "average" in each.path)
-    assert model.first.weight.numpy() == 0.0
-    assert float(average) == 0.0  # Keras begins with the first value
-    assert "apply" not in vars(optimizer)
-
-
 @pytest.mark.thorough
 def test_an_optimizer_that_holds_another_is_rolled_back():
     """If the second of two optimizers in turn cannot be applied, the first one's slots move back."""
