@@ -105,14 +105,14 @@ NOT_QUICK = (
     "strategies/test_workers.py",
     "trainer/base/test_autograph.py",
     "trainer/step/test_attempt.py",
-    "trainer/step/test_attempt_in_replica.py",
-    "trainer/step/test_batch_norm.py",
     "trainer/step/test_checks.py",
-    "trainer/step/test_fused.py",
     "trainer/step/test_verdict.py",
+    "trainer/step/test_losses.py",
     "trainer/step/test_objective.py",
+    "trainer/step/test_passes.py",
     "trainer/step/test_randomness.py",
-    "trainer/step/test_replica.py",
+    "trainer/step/test_skips.py",
+    "trainer/step/test_trace.py",
     "trainer/step/test_xla.py",
 )
 

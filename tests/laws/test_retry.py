@@ -523,50 +523,16 @@ def check_history(trainer, oracle, history, replicas):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 @settings(max_examples=25)
 @given(history=HISTORIES, rule=st.sampled_from(RULES))
-def test_any_history_follows_the_law(linear, history, rule):
+def test_any_history_follows_the_law(linear, replicas, history, rule):
     """L6: over any history of slopes that fit at once, at a smaller scale or at none, and of bad
     losses, the weight, the scale of each last attempt, the number of retries and the rule's state
     are those of the law in plain Python.
     """
-    trainer, oracle = linear(*rule, replicas=1)
-    check_history(trainer, oracle, history, 1)
-
-
-@pytest.mark.slow
-def test_any_history_follows_the_law_on_replicas(linear, full):
-    """L6: the law above also holds on two replicas."""
-
-    @settings(max_examples=40 if full else 8)
-    @given(history=HISTORIES, rule=st.sampled_from(RULES if full else RULES[1:2]))
-    def search(history, rule):
-        trainer, oracle = linear(*rule, replicas=2)
-        check_history(trainer, oracle, history, 2)
-
-    search()
-
-
-@pytest.mark.thorough
-def test_hysteresis_costs_no_retries():
-    """Overflows that the rule's hysteresis tolerates are not attempts: one retry is enough, however
-    large the hysteresis is. With `attribute_causes=False` a bad loss counts as one of these
-    overflows.
-    """
-    rule = scaling.DynamicLossScale(2.0**16, hysteresis=5)
-    half = {"precision": "mixed_float16", "jit_compile": False}
-    trainer = Linear(loss_scale=rule, skips=Skips(on_overflow="retry", max_retries=1), **half)
-    [report] = attempt(trainer, [slopes(1.0)])
-
-    assert (report.grads_finite, report.retries, report.loss_scale) == (True, 1, 2.0**15)
-    blind = Linear(
-        loss_scale=rule, skips=Skips(on_overflow="retry", attribute_causes=False), **half
-    )
-    [report] = attempt(blind, [slopes(np.nan)])
-    state = access.state(blind).loss_scaler.state_dict()
-
-    assert (report.grads_finite, report.retries) == (False, 0)
-    assert (state["loss_scale"], state["overflows_left"]) == (2.0**16, 4)
+    trainer, oracle = linear(*rule, replicas)
+    check_history(trainer, oracle, history, replicas)
 
 
 @pytest.mark.thorough

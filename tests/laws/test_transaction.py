@@ -5,12 +5,11 @@ import functools
 import access
 import everything
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from access import untuned
 from everything import bits, moved
-from helpers import Linear, attempt, copies, linear_model, reset_step_count, slopes
+from helpers import Linear, attempt, copies, reset_step_count, slopes
 
 import scaling
 from scaling import Cause
@@ -182,56 +181,6 @@ def test_both_loops_take_the_same_steps(loops, optimizer):
 def start_values(run):
     """The values of one run's variables, as a common start."""
     return [copies(variable)[0] for variable in run.moving()]
-
-
-class Drawing(Linear):
-    """Its loss is a random number from a generator that the trainer, the model or a
-    module holds.
-    """
-
-    def __init__(self, holder, **arguments):
-        """Creates the generator if the trainer holds it."""
-        super().__init__(verbose=False, seed=SEED, **arguments)
-        self.holder = holder
-        self.held = {"inner": [keras.random.SeedGenerator(4)]} if holder == "trainer" else None
-
-    def build_model(self):
-        """Returns a Keras model or a module."""
-        model = linear_model() if self.holder != "module" else tf.Module()
-        if self.holder == "module":
-            model.weight = tf.Variable(1.0)
-        if self.holder != "trainer":
-            model.noise = keras.random.SeedGenerator(4)
-        return model
-
-    def compute_loss(self, batch, training):
-        """A random number times the slope."""
-        seed = self.held["inner"][0] if self.holder == "trainer" else self.model.noise
-        if self.holder == "module":
-            losses = self.model.weight * batch["slope"]
-        else:
-            losses = super().compute_loss(batch, training)
-        return 0.0 * losses + keras.random.normal([], seed=seed) * batch["slope"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("holder", ["trainer", "model", "module"])
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_random_numbers_of_keras_go_on_with_steps(mirrored, holder, replicas, num_microbatches):
-    """Every step draws new numbers, whatever object holds the generator, and a skipped step does
-    not change what later steps draw: the numbers depend on the step number alone.
-    """
-    strategy = mirrored(replicas) if replicas > 1 else "default"
-    size = replicas * num_microbatches
-    good, bad = slopes(*[1.0] * size), slopes(*[np.inf] * size)
-    drawn = Drawing(holder, strategy=strategy, num_microbatches=num_microbatches)
-    losses = [report.loss for report in attempt(drawn, [good, good, bad, good])]
-    undisturbed = Drawing(holder, strategy=strategy, num_microbatches=num_microbatches)
-    expected = [report.loss for report in attempt(undisturbed, [good] * 4)]
-
-    assert [*losses[:2], losses[3]] == [*expected[:2], expected[3]]
-    assert len(set(expected)) == 4
 
 
 @pytest.mark.parametrize("what", ["a number", "a metric"])

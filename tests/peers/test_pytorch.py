@@ -114,42 +114,6 @@ def compare(
             )
 
 
-# What `_amp_foreach_non_finite_check_and_unscale_` is given in PyTorch's case.
-FULL, HALF = np.full([4, 4], 4.0, np.float32), np.full([4, 4], 4.0, np.float16)
-
-
-def with_value(array, value):
-    """A copy with one other value."""
-    changed = array.copy()
-    changed[2, 2] = value
-    return changed
-
-
-@pytest.mark.parametrize(
-    ("gradients", "finite"),
-    [
-        ([FULL, FULL], True),
-        ([FULL, FULL.T], True),
-        ([FULL, FULL[:, :3]], True),
-        ([FULL, HALF], True),
-        ([FULL, with_value(FULL, np.inf)], False),
-        ([FULL, with_value(FULL, np.nan)], False),
-        ([FULL.T, with_value(HALF, np.inf)], False),
-    ],
-)
-def test_unscale(gradients, finite):
-    """Gradients of 4 at a scale of 4 become 1, in every layout and dtype; one inf or NaN is found."""
-    scaler = LossScaler(QUARTER)
-    _, token = scaler.scale(0.0)
-    found = scaler.unscale([tf.constant(each) for each in gradients], token)
-
-    assert bool(scaling.all_finite(found)) is finite
-    for each in found:
-        values = each.numpy()
-        assert each.dtype == tf.float32
-        assert (values[np.isfinite(values)] == 1.0).all()
-
-
 def slices(values, dtype, rows=(2, 0, 2)):
     """A sparse gradient in which row 2 occurs twice."""
     return tf.IndexedSlices(
@@ -184,55 +148,6 @@ def test_unscale_sparse_repeated_rows():
 
     assert tf.convert_to_tensor(found).numpy().tolist() == [[8.0], [0.0], [32000.0]]
     assert bool(scaling.all_finite(found))
-
-
-def test_update_scale():
-    """With interval 2, factor 2 and backoff 1/4: 4, 8 after two finite steps, 2 after an overflow.
-    The count of finite steps restarts at both.
-    """
-    rule = DynamicLossScale(initial_scale=4.0, growth_interval=2, backoff_factor=0.25)
-    state, seen = rule.initial_state(), []
-    for finite in (True, True, False):
-        state = rule.advance(state, finite)
-        seen.append((int(state.finite_steps), float(state.loss_scale)))
-
-    assert seen == [(1, 4.0), (0, 8.0), (0, 2.0)]
-
-
-def test_scale():
-    """A loss of 4 at a scale of 2 becomes 8, whatever its shape, in float32."""
-    state = DynamicLossScale(initial_scale=2.0).initial_state()
-    for shape in ([], [1], [2, 3]):
-        for dtype in ("float32", "float16"):
-            scaled = scaling.scale_loss(tf.fill(shape, tf.constant(4.0, dtype)), state)
-            assert scaled.dtype == tf.float32
-            assert (scaled.numpy() == np.full(shape, 8.0)).all()
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_state_dict(used):
-    """A scaler takes over another one's scale and count, whether or not it was used before. The
-    rule's constants are no state: they stay those of the code.
-    """
-    saved = LossScaler(DynamicLossScale(initial_scale=4.0, growth_interval=3))
-    other = LossScaler(DynamicLossScale(initial_scale=8.0, growth_interval=2))
-    for scaler in [saved, other] if used else [saved]:
-        _, token = scaler.scale(1.0)
-        scaler.unscale(tf.constant(1.0), token)
-        scaler.update(tf.constant(value=True))
-    other.load_state_dict(saved.state_dict())
-
-    assert other.state_dict() == saved.state_dict()
-    assert (float(other.loss_scale), int(other.state.finite_steps)) == (4.0, 1)
-    assert other.rule.growth_interval == 2
-
-
-def test_update_with_new_scale():
-    """`update(new_scale)` sets a scale by hand; here a loaded state does."""
-    scaler = LossScaler(DynamicLossScale())
-    scaler.load_state_dict(scaler.state_dict() | {"loss_scale": 1024.0})
-
-    assert float(scaler.scale(2.0)[0]) == 2048.0
 
 
 def plain(run, step):
@@ -383,33 +298,3 @@ def test_gradients_that_break_after_the_verdict():
     run.optimizer.apply([each * np.nan for each in found], run.variables)
 
     assert all(np.isnan(variable.numpy()).all() for variable in run.variables)
-
-
-def test_the_scale_does_not_overflow():
-    """Growth stops at `max_scale`. PyTorch keeps a scale that would grow beyond float32."""
-    rule = DynamicLossScale(
-        initial_scale=2.0**126, max_scale=2.0**126, growth_interval=1, growth_factor=16.0
-    )
-    state = rule.advance(rule.initial_state(), True)
-
-    assert float(state.loss_scale) == 2.0**126
-
-
-@pytest.mark.thorough
-def test_several_devices(mirrored, on_replicas):
-    """An overflow on one of two devices halves the scale of both, and both are told to skip."""
-    strategy = mirrored(2)
-    with strategy.scope():
-        scaler = LossScaler(DynamicLossScale(initial_scale=128.0, growth_interval=1))
-
-    def step():
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        _, token = scaler.scale(1.0)
-        gradient = tf.where(tf.equal(replica, 1), np.inf, 1.0)
-        found = scaler.unscale([gradient], token)
-        return scaler.update(scaling.all_finite(found)), scaler.loss_scale
-
-    finite, scales = on_replicas(strategy, step)
-
-    assert [bool(each) for each in finite] == [False, False]
-    assert [float(each) for each in scales] == [64.0, 64.0]
