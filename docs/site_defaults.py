@@ -9,8 +9,8 @@ GROUPS = (
     "callbacks.monitoring.Monitoring",
     "checkpoint.settings.Checkpoints",
     "losses.settings.Losses",
-    "step.skips.Skips",
-    "step.updates.Updates",
+    "step.settings.Skips",
+    "step.settings.Updates",
 )
 
 

@@ -23,16 +23,15 @@ if typing.TYPE_CHECKING:
     from trainer.checkpoint import CheckpointError
     from trainer.checkpoint.settings import Checkpoints
     from trainer.data.errors import DataError
+    from trainer.float8.convert import convert_to_float8
     from trainer.log.summary import Totals, TrainSummary
     from trainer.log.trackers import AimTracker, MLflowTracker, TrackedRun, Tracker, WandbTracker
     from trainer.losses.settings import Losses
     from trainer.run.dry_run import DryRun, Overfit, find_batch_size
     from trainer.run.lost_worker import WorkerLostError
     from trainer.run.online_loop import BatchResult
-    from trainer.step.float8 import convert_to_float8
     from trainer.step.report import StepReport
-    from trainer.step.skips import Skips
-    from trainer.step.updates import Updates
+    from trainer.step.settings import Skips, Updates
     from trainer.trainer import Trainer
 
 _HOMES = {
@@ -50,7 +49,7 @@ _HOMES = {
     "MLflowTracker": "trainer.log.trackers",
     "Monitoring": "trainer.callbacks.monitoring",
     "Overfit": "trainer.run.dry_run",
-    "Skips": "trainer.step.skips",
+    "Skips": "trainer.step.settings",
     "StepReport": "trainer.step.report",
     "Totals": "trainer.log.summary",
     "TrackedRun": "trainer.log.trackers",
@@ -58,10 +57,10 @@ _HOMES = {
     "TrainSummary": "trainer.log.summary",
     "Trainer": "trainer.trainer",
     "TrainingStuckError": "trainer.callbacks.stuck",
-    "Updates": "trainer.step.updates",
+    "Updates": "trainer.step.settings",
     "WandbTracker": "trainer.log.trackers",
     "WorkerLostError": "trainer.run.lost_worker",
-    "convert_to_float8": "trainer.step.float8",
+    "convert_to_float8": "trainer.float8.convert",
     "find_batch_size": "trainer.run.dry_run",
 }
 

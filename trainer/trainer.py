@@ -97,9 +97,8 @@ from trainer.run.resolve import (
 from trainer.run.stop_signals import StopSignals
 from trainer.step import StepReport, attempt_step
 from trainer.step.plan import keeping_rows
-from trainer.step.skips import Skips
+from trainer.step.settings import Skips, Updates
 from trainer.step.types import Batch, MetricsByName, Model
-from trainer.step.updates import Updates
 from trainer.step.xla import COMPILE_MODES
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
 

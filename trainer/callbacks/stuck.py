@@ -8,7 +8,7 @@ from absl import logging
 import scaling
 from trainer.log.summary import power_of_two
 from trainer.step.report import StepReport, describe_skip, step_of
-from trainer.step.skips import Skips
+from trainer.step.settings import Skips
 
 # What to try after skipped steps of a cause.
 DIVERGING = "the run diverges: lower the learning rate, or clip the gradients"

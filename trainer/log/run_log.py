@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import scaling
 from scaling.telemetry.record import record_line
+from trainer.float8.lines import float8_line
 from trainer.log.console import RunConsole
-from trainer.log.float8_lines import float8_line
 from trainer.log.model_table import (
     VariableRow,
     build_table,

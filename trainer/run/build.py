@@ -32,7 +32,8 @@ from trainer.fingerprint import (
     text_of_rule,
     versions,
 )
-from trainer.keras_compat import is_metric_built, recompute_constants
+from trainer.float8.convert import convert_to_float8
+from trainer.keras_compat import all_layers, is_metric_built, recompute_constants
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps
@@ -60,7 +61,7 @@ from trainer.run.slots import (
 )
 from trainer.step import StepPlan, StepReport, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_global_loss, check_inputs_declared
-from trainer.step.float8 import ensure_float8
+from trainer.step.float8 import is_float8
 from trainer.step.held_back import held_back_variables
 from trainer.step.losses import split_result
 from trainer.step.objective import single_optimizers
@@ -460,8 +461,8 @@ def build_model(trainer: "Trainer", batch: Batch, forward: Forward) -> None:
         check_mask_values(model)
         if model.trainable_variables:
             check_dtype_policies(model, trainer.precision)
-    if trainer.precision.name == "mixed_float8":
-        ensure_float8(model, trainer.strategy)
+    if trainer.precision.name == "mixed_float8" and not any(map(is_float8, all_layers(model))):
+        convert_to_float8(model)
 
 
 def make_plan(trainer: "Trainer", slots: Slots | None = None) -> StepPlan:

@@ -4,9 +4,8 @@ from trainer.step.attempt import attempt_step
 from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import StepPlan, plan_step
 from trainer.step.report import StepReport
-from trainer.step.skips import Skips
+from trainer.step.settings import Skips, Updates
 from trainer.step.state import TrainState
-from trainer.step.updates import Updates
 
 __all__ = [
     "Skips",

@@ -36,8 +36,7 @@ from trainer.step.diagnose import (
     diagnose,
     no_finding,
 )
-from trainer.step.float8 import with_own_scales
-from trainer.step.float8_counts import measure_float8
+from trainer.step.float8 import measure_float8, with_own_scales
 from trainer.step.held_back import frozen_or_unfrozen, read_values
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source, make_keys

@@ -1,19 +1,25 @@
-"""Layers whose products are in float8, and the rules that move their scales."""
+"""What a step does for layers in float8: moves their scales, and counts what their casts change.
+
+Numbers that saturate, or become 0, are counted in a pass. A count is made where its tensor is,
+which may be the backward pass or a graph inside the pass. It leaves as a gradient does: a probe of
+zeros enters the layer, and its "gradient" is the count.
+"""
 
 import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 import strategies
-from scaling.float8 import DelayedScaling, DelayedScalingState
+from scaling.float8 import DelayedScaling, DelayedScalingState, losses_of_cast
 from trainer.base.trace_apart import is_apart
 from trainer.keras_compat import all_layers, replaced_calls
+from trainer.step.accumulate import Reduced
 from trainer.step.trace import inner_graphs
 from trainer.step.types import Model, Values
 
@@ -23,10 +29,6 @@ FORMATS = {
     "kernel": "float8_e4m3fn",
     "outputs_grad": "float8_e5m2",
 }
-
-# NVIDIA's float8 products need sizes that are multiples of this.
-MULTIPLE = 16
-
 
 CALL = "quantized_call"  # what Keras runs in place of a quantized layer's `call`
 
@@ -48,141 +50,6 @@ class Float8Tensor(NamedTuple):
     history: str  # position of its history of largest magnitudes
     rule: DelayedScaling | None  # None: Keras's own, which the layer follows by itself
     form: str  # the name of its format
-
-
-def convert_to_float8(
-    model: keras.Model,
-    layers: Callable[[keras.Layer], bool] | None = None,
-    rule: DelayedScaling | None = None,
-) -> list[str]:
-    """Makes layers of a model compute their products in float8, in the forward and backward pass.
-
-    The layers become what `layer.quantize("float8")` of Keras makes of them: inputs and kernel are
-    cast to e4m3, the gradients of the outputs to e5m2, each at a scale of its own, and back. The
-    weights stay in float32. What moves the scales in training is `rule`, and not Keras's, which is
-    a step late. A saved model is a plain Keras model, which Keras loads by itself.
-
-    Only `Dense` and `EinsumDense` layers can be converted, and so can those inside
-    `MultiHeadAttention`, whose products of queries, keys and values stay in bfloat16.
-    `Trainer(precision="mixed_float8")` calls this function with its defaults, unless the model has
-    float8 layers already.
-
-    Args:
-        model: a model whose variables have been created.
-        layers: layer -> whether to convert it, asked for each layer that can be converted. By
-            default, those whose sizes are multiples of 16, as NVIDIA's float8 products need them,
-            and that are neither the first nor the last layer with a kernel or embeddings: these two
-            have the largest effect on the result.
-        rule: the rule of the scales, for inputs and kernels; that of gradients differs from it by
-            its format. Default: `DelayedScaling()`.
-
-    Returns:
-        The paths of the layers that were converted.
-
-    Raises:
-        ValueError: if no layer was converted, as of a model that has not been built.
-
-    Source:
-        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, sections 3 and 4,
-        https://arxiv.org/abs/2209.05433.
-
-    Example:
-        >>> sizes = [32, 64, 64, 10]
-        >>> model = keras.Sequential(
-        ...     [keras.Input([16]), *(keras.layers.Dense(n, name=f"to_{n}_{i}")
-        ...                           for i, n in enumerate(sizes))], name="model")
-        >>> convert_to_float8(model)
-        ['model/to_64_1', 'model/to_64_2']
-        >>> model.layers[1].quantization_mode
-        'float8'
-    """
-    rule = DelayedScaling() if rule is None else rule
-    candidates = in_order_of_weights(
-        [layer for layer in all_layers(model) if can_convert(layer)], model
-    )
-    chosen = (
-        large_and_inner(model, candidates) if layers is None else list(filter(layers, candidates))
-    )
-    if not chosen:
-        names = [layer.path for layer in candidates[:4]]
-        raise ValueError(
-            f"`layers` must choose a float8 layer of {model.name!r}; got none of {names}"
-        )
-    for layer in chosen:
-        source = layer.dtype_policy.name
-        # The setter quantizes a layer that has been built.
-        layer.dtype_policy = keras.dtype_policies.QuantizedFloat8DTypePolicy(
-            "float8", source, amax_history_length=rule.history_length
-        )
-        layer.float8_rule = rule
-    return [layer.path for layer in chosen]
-
-
-def ensure_float8(model: Model, strategy: tf.distribute.Strategy) -> None:
-    """Converts a model that has no float8 layers yet, for `precision="mixed_float8"`.
-
-    Raises:
-        ValueError: what `convert_to_float8` raises, or if the strategy is asynchronous.
-    """
-    if strategies.capabilities(strategy).asynchronous:
-        # Its workers take no steps together, so that there is no maximum over them.
-        raise ValueError('`precision` must not be "mixed_float8" with a parameter server')
-    if not isinstance(model, keras.Layer) or not any(map(is_float8, all_layers(model))):
-        convert_to_float8(model)
-
-
-def can_convert(layer: keras.Layer) -> bool:
-    """Returns whether a layer is a built `Dense` or `EinsumDense` that is not quantized.
-
-    A subclass is not: its own `call` may not be the one that Keras replaces. Nor is a layer with
-    adapters (LoRA), or one whose policy is looked up in a table.
-    """
-    plain = type(layer) in (keras.layers.Dense, keras.layers.EinsumDense)
-    table = isinstance(layer.dtype_policy, keras.dtype_policies.DTypePolicyMap)
-    if not plain or not layer.built or table or layer.quantization_mode is not None:
-        return False
-    return not layer.lora_enabled
-
-
-def large_and_inner(model: keras.Model, candidates: Sequence[keras.Layer]) -> list[keras.Layer]:
-    """Returns the layers that float8 products can speed up, but for the model's first and last."""
-    weighted = in_order_of_weights(
-        [layer for layer in all_layers(model) if has_table(layer)], model
-    )
-    ends = {id(weighted[0]), id(weighted[-1])} if weighted else set()
-    return [
-        layer
-        for layer in candidates
-        if id(layer) not in ends and all(size % MULTIPLE == 0 for size in product_sizes(layer))
-    ]
-
-
-def in_order_of_weights(layers: Sequence[keras.Layer], model: keras.Model) -> list[keras.Layer]:
-    """Returns layers in the order in which the model lists their weights."""
-    place = {id(weight): at for at, weight in enumerate(model.weights)}
-    return sorted(layers, key=lambda layer: min(place[id(weight)] for weight in layer.weights))
-
-
-def has_table(layer: keras.Layer) -> bool:
-    """Returns whether a layer has a kernel or embeddings of its own."""
-    names = ("kernel", "embeddings")
-    return layer.built and any(getattr(layer, name, None) is not None for name in names)
-
-
-def product_sizes(layer: keras.Layer) -> tuple[int, int]:
-    """Returns the sizes of a layer's kernel as a matrix: what is summed, and what is put out."""
-    shape = layer.kernel.shape
-    if isinstance(layer, keras.layers.Dense):
-        return shape[0], shape[1]
-    operands, output = layer.equation.replace("...", "").split("->")
-    labels = operands.split(",")[1]
-    summed = put_out = 1
-    for label, size in zip(labels, shape, strict=True):
-        if label in output:
-            put_out *= size
-        else:
-            summed *= size
-    return summed, put_out
 
 
 def is_float8(layer: keras.Layer) -> bool:
@@ -287,3 +154,182 @@ def with_own_scales(written: Values, before: Values, tensors: Sequence[Float8Ten
             after = each.rule.advance(state, written[each.history][0])
             moved |= {each.scale: after.scale, each.history: after.history}
     return moved
+
+
+COUNTS = 3  # numbers that saturate, numbers that become 0, and all numbers
+
+Probes = Mapping[int, tf.Tensor]  # keyed by the id of the variable with the tensor's scale
+Counts = dict[int, tf.Tensor | None]  # what a tape gave for probes, keyed by the tensor's place
+
+
+class Running(threading.local):
+    """The probes of the pass that this thread traces: each replica has a thread of its own."""
+
+    def __init__(self) -> None:
+        """Has no probes; each thread that looks for them begins with none."""
+        super().__init__()
+        self.probes: Probes = {}
+
+
+RUNNING = Running()
+
+
+class Float8Measured(NamedTuple):
+    """The measurements of a step; see the fields of `Outcome` with the same names."""
+
+    float8_amax: tf.Tensor
+    float8_scale: tf.Tensor
+    float8_saturated: tf.Tensor
+    float8_flushed: tf.Tensor
+
+
+def probes_of(tensors: Sequence[Float8Tensor]) -> list[tf.Tensor]:
+    """Returns a probe for each tensor, which a tape must watch: shape (COUNTS,), float32."""
+    return [tf.zeros([COUNTS]) for _ in tensors]
+
+
+@contextlib.contextmanager
+def counting(probes: Probes) -> Iterator[None]:
+    """Context manager for a forward pass, in whose `counted_product`s the probes are used."""
+    before, RUNNING.probes = RUNNING.probes, probes
+    try:
+        yield
+    finally:
+        RUNNING.probes = before
+
+
+def counted_product(layer: keras.Layer, call: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """Returns a layer's `quantized_call`, which counts if this pass has probes for the layer.
+
+    Args:
+        layer: a float8 layer of Keras.
+        call: its own `quantized_call`.
+    """
+    probes = [RUNNING.probes.get(id(getattr(layer, f"{name}_scale"))) for name in FORMATS]
+    if any(probe is None for probe in probes):
+        return call
+
+    def counted(inputs: tf.Tensor, *args: object, **kwargs: object) -> tf.Tensor:
+        activation = layer.activation
+        forward = [
+            counts_of_cast(tf.convert_to_tensor(tensor), layer, name)
+            for name, tensor in [("inputs", inputs), ("kernel", layer.kernel)]
+        ]
+
+        def with_counts(outputs: tf.Tensor) -> tf.Tensor:
+            outputs = counted_outputs(outputs, layer, forward, probes)
+            return outputs if activation is None else activation(outputs)
+
+        # The gradient of what enters the activation is that of the product: a bias changes nothing.
+        # Set past Keras, which would take an activation that is a layer for a new sublayer.
+        vars(layer)["activation"] = with_counts
+        try:
+            return call(inputs, *args, **kwargs)
+        finally:
+            vars(layer)["activation"] = activation
+
+    return counted
+
+
+def counted_outputs(
+    outputs: tf.Tensor,
+    layer: keras.Layer,
+    forward: Sequence[tf.Tensor],
+    probes: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Returns a layer's outputs, through which its counts become the gradients of the probes.
+
+    Args:
+        outputs: what enters the layer's activation.
+        layer: the layer.
+        forward: the counts of its inputs and its kernel.
+        probes: the probes of its inputs, its kernel and the gradient of its outputs.
+    """
+
+    def identity(outputs: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, Callable[..., object]]:
+        def gradients(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return upstream, *forward, counts_of_cast(upstream, layer, "outputs_grad")
+
+        return tf.identity(outputs), gradients
+
+    counted: tf.Tensor = tf.custom_gradient(identity)(outputs, *probes)
+    return counted
+
+
+def counts_of_cast(x: tf.Tensor, layer: keras.Layer, name: str) -> tf.Tensor:
+    """Returns what a layer's cast of a tensor does to its numbers: shape (COUNTS,), float32.
+
+    Args:
+        x: the tensor before the cast.
+        layer: the layer.
+        name: one of `FORMATS`.
+    """
+    # Keras divides in the compute dtype.
+    ratio = x / tf.cast(tf.convert_to_tensor(getattr(layer, f"{name}_scale")), x.dtype)
+    lost = losses_of_cast(ratio, 1.0, FORMATS[name])
+    return tf.stack([tf.cast(number, tf.float32) for number in (*lost, tf.size(x))])
+
+
+def gathered_counts(
+    found: Counts, share: strategies.Share, tensors: Sequence[Float8Tensor]
+) -> tf.Tensor | tuple[()]:
+    """Returns the counts of a pass: shape (tensors, COUNTS), float32; () if nothing is counted.
+
+    NaN stands for what could not be counted, as in a layer inside `tf.recompute_grad`, where no
+    probe can enter. The placeholder of an empty share counts nothing.
+
+    Args:
+        found: what a tape gave for the probes of tensors that this pass trains, by their place.
+        share: the examples of the pass.
+        tensors: all float8 tensors whose casts are counted.
+    """
+    if not tensors:
+        return ()
+    unknown = tf.fill([COUNTS], float("nan"))
+    rows = [unknown if found.get(at) is None else found[at] for at in range(len(tensors))]
+    return tf.where(share.examples > 0, tf.stack(rows), tf.zeros([len(rows), COUNTS]))
+
+
+def measure_float8(
+    reduced: Reduced, before: Values, tensors: Sequence[Float8Tensor]
+) -> Float8Measured:
+    """Returns a step's measurements of float8 tensors: shape (tensors,) each, float32.
+
+    Args:
+        reduced: the sums over replicas.
+        before: as for `with_own_scales`.
+        tensors: the float8 tensors. Those that this update does not reach have zeros.
+    """
+    written, counts = reduced.written, reduced.total.float8_counts
+    nothing = tf.zeros([0])
+    if not tensors:
+        return Float8Measured(nothing, nothing, nothing, nothing)
+    reached = [each.history in written for each in tensors]
+    none = tf.constant(0.0)
+    pairs = [
+        (written[each.history][0], before[each.scale]) if its else (none, none)
+        for each, its in zip(tensors, reached, strict=True)
+    ]
+    amax, scale = (tf.stack(column) for column in zip(*pairs, strict=True))
+    if isinstance(counts, tuple):
+        return Float8Measured(amax, scale, nothing, nothing)
+    shares = tf.where(tf.constant(reached)[:, None], counts[:, :2] / counts[:, 2:], 0.0)
+    return Float8Measured(amax, scale, shares[:, 0], shares[:, 1])
+
+
+def own_probes(
+    positions: Sequence[int], tensors: Sequence[Float8Tensor], probes: Sequence[tf.Tensor]
+) -> dict[int, tf.Tensor]:
+    """Returns the probes of tensors whose layers an objective trains, keyed by their place.
+
+    Args:
+        positions: positions of the objective's variables in `model.trainable_variables`.
+        tensors: the float8 tensors.
+        probes: a probe for each.
+    """
+    own = set(map(str, positions))
+    return {
+        at: probe
+        for at, (each, probe) in enumerate(zip(tensors, probes, strict=True))
+        if each.scale in own
+    }

@@ -42,9 +42,9 @@ from trainer.keras_compat import (
     replaced_calls,
 )
 from trainer.step.checks import SIGNIFICANT_BITS, check_not_assigned_in_half
-from trainer.step.float8 import called_once
-from trainer.step.float8_counts import (
+from trainer.step.float8 import (
     Counts,
+    called_once,
     counted_product,
     counting,
     gathered_counts,

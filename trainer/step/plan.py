@@ -31,7 +31,7 @@ from trainer.step.objective import (
 from trainer.step.passes import differentiate
 from trainer.step.randomness import seed_states
 from trainer.step.report import Kept
-from trainer.step.skips import Skips
+from trainer.step.settings import Skips, Updates
 from trainer.step.types import (
     Aux,
     Batch,
@@ -43,7 +43,6 @@ from trainer.step.types import (
     PassInputs,
     Variable,
 )
-from trainer.step.updates import Updates
 from trainer.step.xla import (
     ONE_REPLICA,
     WITH_PASSES,

@@ -100,7 +100,7 @@ class Contribution(NamedTuple):
     gradients: list[Gradient]  # gradients of the scaled losses; at least float32
     loss: tf.Tensor  # shape=(), float32: this part of the global weighted mean, unscaled
     regularization_loss: tf.Tensor  # shape=(), float32: this part of `model.losses`, unscaled
-    # shape=(tensors, 3), float32: see `float8_counts.gathered_counts`; () if nothing is counted
+    # shape=(tensors, 3), float32: see `float8.gathered_counts`; () if nothing is counted
     float8_counts: tf.Tensor | tuple[()] = ()
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 import scaling
+from trainer.step.settings import Updates
 from trainer.step.types import Gradient, ScaleState, Values
-from trainer.step.updates import Updates
 
 
 def global_norm(gradients: list[Gradient], *, in_rows: bool = False) -> tf.Tensor:

@@ -11,16 +11,14 @@ from helpers import imitate_servers
 from plans import plan_of
 
 import scaling
-from scaling.float8 import DelayedScaling
-from trainer import Checkpoints, Losses, Monitoring, Skips, Trainer, convert_to_float8
+from scaling.float8 import DelayedScaling, losses_of_cast
+from scaling.float8.cast import FORMATS as FLOAT8
+from trainer import Losses, Monitoring, Skips, Trainer, Updates, convert_to_float8
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.step import TrainState, attempt_step
 from trainer.step.float8 import (
     FORMATS,
-    check_float8_layers,
-    ensure_float8,
     float8_tensors,
-    product_sizes,
     with_own_scales,
 )
 
@@ -212,90 +210,6 @@ class Two(keras.Model):
         return inputs
 
 
-def test_large_and_inner_layers_are_converted():
-    """Layers at the ends, small ones, ones of other classes and quantized ones stay as they are."""
-
-    class Own(keras.layers.Dense):
-        pass
-
-    inputs = keras.Input([8], dtype="int32")
-    x = keras.layers.Embedding(100, 32)(inputs)
-    x = x + keras.layers.MultiHeadAttention(2, 16, name="attention")(x, x)
-    x = keras.layers.Dense(24, name="small")(x)
-    x = keras.layers.Dense(32, name="from_small")(x)
-    x = Own(32, name="own")(x)
-    x = keras.layers.Dense(64, activation="relu", name="large")(x)
-    model = keras.Model(inputs, keras.layers.Dense(32, name="head")(x), name="model")
-    assert convert_to_float8(model) == [
-        "attention/query",
-        "attention/key",
-        "attention/value",
-        "attention/attention_output",
-        "large",
-    ]
-    assert convert_to_float8(model, lambda layer: layer.name == "head") == ["head"]
-
-
-def test_sizes_of_a_product():
-    """Sizes are those of the kernel as a matrix, also where its labels stand apart."""
-    layer = keras.layers.EinsumDense("abc,cde->abde", output_shape=[None, 4, 16])
-    layer.build([None, 3, 48])
-    assert product_sizes(layer) == (48, 64)
-    layer = keras.layers.EinsumDense("...cd,cde->...e", output_shape=[32])
-    layer.build([None, 3, 4, 16])
-    assert product_sizes(layer) == (64, 32)
-
-
-def test_a_saved_model_is_one_of_keras(tmp_path):
-    """Keras alone loads a converted model, with the same outputs; its class is Keras's own."""
-    model = stack()
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded.layers[0]) is keras.layers.Dense
-    assert loaded.layers[0].quantization_mode == "float8"
-    assert loaded.layers[0].inputs_amax_history.shape == (4,)
-    np.testing.assert_array_equal(loaded(ROWS), model(ROWS))
-
-
-@pytest.mark.thorough
-def test_a_trainer_in_float8(tmp_path):
-    """`precision="mixed_float8"` converts the model, trains it, resumes it, and exports it."""
-
-    def trainer(**settings):
-        def model():
-            layers = [keras.layers.Dense(16, activation="relu") for _ in range(3)]
-            return keras.Sequential([keras.Input([16]), *layers, keras.layers.Dense(1)])
-
-        return Trainer(
-            **{
-                "model": model,
-                "optimizer": lambda: keras.optimizers.Adam(0.01),
-                "loss_fn": "mse",
-                "seed": 1,
-                "precision": "mixed_float8",
-                "verbose": False,
-                "jit_compile": False,
-                **settings,
-            }
-        )
-
-    rows = np.tile(ROWS, (4, 1))
-    data = (rows, rows[:, :1])
-    whole = trainer()
-    whole.train(data, steps=20, global_batch=8)
-    trainer(model_dir=tmp_path).train(data, steps=10, global_batch=8)
-    resumed = trainer(model_dir=tmp_path)
-    resumed.train(data, steps=20, global_batch=8)
-    modes = [layer.quantization_mode for layer in resumed.model.layers]
-    assert modes == [None, "float8", "float8", None]
-    assert {layer.compute_dtype for layer in resumed.model.layers} == {"bfloat16"}
-    for ours, theirs in zip(resumed.model.variables, whole.model.variables, strict=True):
-        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
-    resumed.export(tmp_path / "model.keras", precision="train")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("frequency", [None, 2])
 def test_scales_have_no_moving_average(frequency):
@@ -322,86 +236,15 @@ def test_scales_have_no_moving_average(frequency):
     assert np.array_equal(kernel, average) == (frequency == 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backwards", [False, True])
-def test_a_run_can_start_from_weights_of_another_precision(tmp_path, backwards):
-    """From bfloat16 into float8 and back: the weights are the other run's, scales begin anew."""
-
-    def trainer(precision, **settings):
-        def model():
-            layers = [keras.layers.Dense(16, name=f"dense_{at}") for at in range(3)]
-            return keras.Sequential([keras.Input([16]), *layers], name="model")
-
-        return Trainer(
-            model=model,
-            optimizer="sgd",
-            loss_fn="mse",
-            precision=precision,
-            verbose=False,
-            jit_compile=False,
-            **settings,
-        )
-
-    data, precisions = (ROWS, ROWS), ["mixed_bfloat16", "mixed_float8"]
-    first, second = reversed(precisions) if backwards else precisions
-    before = trainer(first, model_dir=tmp_path)
-    before.train(data, steps=1, global_batch=8)
-    with pytest.raises(ValueError, match="inputs_scale"):
-        trainer(second, checkpoints=Checkpoints(init_from=tmp_path)).evaluate(data, global_batch=8)
-    skip = (r"_scale$", r"_amax_history$")
-    after = trainer(second, checkpoints=Checkpoints(init_from=tmp_path, init_from_skip=skip))
-    after.evaluate(data, global_batch=8)
-    assert after.model.layers[1].quantization_mode == (None if backwards else "float8")
-    for old, new in zip(before.model.layers, after.model.layers, strict=True):
-        np.testing.assert_array_equal(old.kernel.numpy(), new.kernel.numpy())
-
-
-@pytest.mark.slow
-def test_the_rule_is_part_of_the_run(tmp_path):
-    """A run that is resumed with another float8 rule is refused: its scales mean something else."""
-
-    def trainer(margin):
-        def model():
-            model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16)])
-            convert_to_float8(model, lambda _: True, DelayedScaling(margin=margin))
-            return model
-
-        return Trainer(
-            model=model,
-            optimizer="sgd",
-            loss_fn="mse",
-            precision="mixed_float8",
-            verbose=False,
-            model_dir=tmp_path,
-        )
-
-    data = (ROWS, ROWS)
-    trainer(0).train(data, steps=1, global_batch=8)
-    with pytest.raises(ValueError, match="margin"):
-        trainer(1).train(data, steps=2, global_batch=8)
-
-
-def test_a_model_without_float8_layers_is_refused():
-    """It would train in bfloat16 without a word; so would one that has not been built."""
-    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16, name="one")], name="plain")
-    for wrong in (model, keras.Sequential([keras.layers.Dense(16)], name="unbuilt")):
-        with pytest.raises(ValueError, match=r"^`layers`"):
-            convert_to_float8(wrong)
-
-
-def test_a_parameter_server_is_refused(monkeypatch):
-    """Its workers take no steps together, so that there is no maximum over them."""
+def test_float8_layers_are_refused_on_parameter_servers(monkeypatch):
+    """Its workers take no steps together, so that there is no maximum over them; frozen ones may be."""
     imitate_servers(monkeypatch)
-    with pytest.raises(ValueError, match="parameter server") as caught:
-        ensure_float8(keras.Sequential(), tf.distribute.get_strategy())
-    assert str(caught.value).startswith("`precision` ")
-    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16, name="one")], name="plain")
+    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16), keras.layers.Dense(1)])
     model.layers[0].quantize("float8")
-    with pytest.raises(ValueError, match="parameter server") as caught:
-        check_float8_layers(model, tf.distribute.get_strategy())
-    assert str(caught.value).startswith("`model` ")
-    model.trainable = False
-    check_float8_layers(model, tf.distribute.get_strategy())
+    with pytest.raises(ValueError, match="`model` must"):
+        plan_of(model)
+    model.layers[0].trainable = False
+    assert plan_of(model).float8 == ()
 
 
 def test_adapters_are_refused_or_leave_a_layer_in_bfloat16():
@@ -560,3 +403,255 @@ def test_replicas_may_wait_for_each_other_in_the_pass(mirrored):
         found.append(trainer.model.get_weights())
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
+
+
+MANY = np.random.default_rng(5)
+# Of many magnitudes, so that some numbers saturate at a scale of 2^-9, and others become 0.
+SCALES = {"inputs": 2.0**-9, "kernel": 2.0**-9, "outputs_grad": 2.0**-19}
+SPREAD = (MANY.choice([-1.0, 1.0], (8, 16)) * 2.0 ** MANY.integers(-22, 2, (8, 16))).astype(
+    "float32"
+)
+FIELDS = "float8_amax", "float8_scale", "float8_saturated", "float8_flushed"
+
+
+def pair(activation=None, *, by_keras=False):
+    """Two dense layers in float8, with biases."""
+    layers = [
+        keras.layers.Dense(16, activation=activation, name="one"),
+        keras.layers.Dense(16, name="two"),
+    ]
+    model = keras.Sequential([keras.Input([16]), *layers], name="stack")
+    if by_keras:
+        for layer in layers:
+            layer.quantize("float8")
+    else:
+        convert_to_float8(model, lambda _: True, SHORT)
+    kernels = np.random.default_rng(6).integers(-8, 9, (2, 16, 16)) / 8.0
+    for layer, kernel in zip(layers, kernels, strict=True):
+        layer.kernel.assign(kernel)
+        for name, scale in SCALES.items():
+            getattr(layer, f"{name}_scale").assign(scale)
+    return model
+
+
+def squared(model):
+    """The mean square of the outputs."""
+    return lambda batch, training: tf.reduce_sum(model(batch, training=training) ** 2, 1)
+
+
+def reports_of(model, batches, loss=squared, strategy=None, **settings):
+    """The reports of steps on batches, with the model's variables afterwards."""
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        plan = plan_of(
+            model,
+            loss(model),
+            strategy=strategy,
+            **{"optimizer": keras.optimizers.SGD(2.0**-10)} | settings,
+        )
+        run = TrainState(plan.rule)
+    step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
+    reports = [step(tf.constant(batch)) for batch in batches]
+    return reports, [variable.numpy() for variable in model.variables], plan
+
+
+@pytest.mark.slow
+def test_shares_are_those_of_the_tensors():
+    """Each share is of the tensor that the product takes: inputs, kernel, and gradients before the
+    bias, which the activation has scaled.
+    """
+    model = pair(lambda x: 3.0 * x)
+    kernel = model.layers[0].kernel.numpy()
+    second = model.layers[1].kernel.numpy()
+    [report], _, plan = reports_of(model, [SPREAD], record_gradients=True)
+    names = [each.name for each in plan.float8]
+    found = {
+        name: [float(report.float8_saturated[at]), float(report.float8_flushed[at])]
+        for at, name in enumerate(names)
+    }
+    assert names[:3] == ["stack/one/inputs", "stack/one/kernel", "stack/one/outputs_grad"]
+
+    def lost(tensor, name):
+        cast = losses_of_cast(tf.constant(tensor), SCALES[name], FORMATS[name])
+        return [int(count) / tensor.size for count in cast]
+
+    def cast(x, name):
+        form, scale = FLOAT8[FORMATS[name]], SCALES[name]
+        clipped = np.clip(x / scale, -form.largest, form.largest)
+        return clipped.astype(form.dtype.as_numpy_dtype).astype("float32") * scale
+
+    between = 3.0 * (cast(SPREAD, "inputs") @ cast(kernel, "kernel"))
+    upstream = 2.0 * (cast(between, "inputs") @ cast(second, "kernel")) / len(SPREAD)
+    back = 3.0 * cast(upstream, "outputs_grad") @ cast(second, "kernel").T
+    assert found["stack/one/inputs"] == lost(SPREAD, "inputs")
+    assert found["stack/one/kernel"] == lost(kernel, "kernel")
+    assert found["stack/two/inputs"] == lost(between, "inputs")
+    assert found["stack/two/outputs_grad"] == lost(upstream, "outputs_grad")
+    assert found["stack/one/outputs_grad"] == lost(back, "outputs_grad")
+    assert min(found["stack/one/inputs"]) > 0
+    assert all(saturated > 0 for saturated, _ in found.values())
+    amax = dict(zip(names, report.float8_amax.numpy(), strict=True))
+    assert amax["stack/one/inputs"] == np.abs(SPREAD).max()
+    assert amax["stack/two/outputs_grad"] == np.abs(upstream).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("by_keras", "jit_compile"),
+    [
+        (False, False),
+        *(
+            pytest.param(*setting, marks=pytest.mark.slow)
+            for setting in [(True, False), (False, True)]
+        ),
+    ],
+)
+def test_counting_changes_no_bit(by_keras, jit_compile):
+    """Weights, scales and histories have the same bits with and without; amax and scale too."""
+    found = []
+    for record in (False, True):
+        model = pair("relu", by_keras=by_keras)
+        reports, values, _ = reports_of(
+            model, [SPREAD, 3 * SPREAD, SPREAD], record_gradients=record, jit_compile=jit_compile
+        )
+        assert vars(model.layers[0])["activation"] is keras.activations.relu
+        found.append((values, [[one.float8_amax, one.float8_scale] for one in reports]))
+    (plain, facts), (counted, same_facts) = found
+    for before, after in zip(plain, counted, strict=True):
+        np.testing.assert_array_equal(before, after)
+    np.testing.assert_array_equal(facts, same_facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "parts"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_shares_are_those_of_the_whole_batch(mirrored, replicas, parts):
+    """L20: on any replicas and microbatches, also empty ones, amax and shares are those of one device."""
+    batches = [SPREAD[:3]]  # two replicas with two microbatches each: one share is empty
+    whole, _, _ = reports_of(
+        pair(), batches, optimizer=keras.optimizers.SGD(0.0), record_gradients=True
+    )
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        model, optimizer = pair(), keras.optimizers.SGD(0.0)
+    divided, _, _ = reports_of(
+        model,
+        batches,
+        strategy=strategy,
+        num_microbatches=parts,
+        optimizer=optimizer,
+        record_gradients=True,
+    )
+    for one, other in zip(whole, divided, strict=True):
+        for name in FIELDS:
+            np.testing.assert_allclose(
+                getattr(other, name), getattr(one, name), rtol=1e-6, err_msg=name
+            )
+        assert np.all(one.float8_amax > 0)
+
+
+@pytest.mark.thorough
+def test_the_scale_is_the_one_that_the_step_used():
+    """A scale that a step moves is the next step's."""
+    model = pair()
+    reports, _, plan = reports_of(model, [SPREAD, SPREAD])
+    assert float(reports[0].float8_scale[0]) == 2.0**-9
+    [own] = [each for each in plan.float8 if each.name == "stack/one/inputs"]
+    moved = own.rule.advance(own.rule.initial_state(), np.abs(SPREAD).max())
+    assert float(reports[1].float8_scale[0]) == float(moved.scale)
+    assert reports[0].float8_saturated.shape == [0]
+
+
+@pytest.mark.thorough
+def test_a_skipped_step_reports_what_it_met():
+    """An inf is reported as the largest magnitude of a step that was not applied."""
+    rows = SPREAD.copy()
+    rows[-1, 0] = np.inf
+    [report], _, _ = reports_of(pair(), [rows], record_gradients=True)
+    assert not bool(report.grads_finite)
+    assert float(report.float8_amax[0]) == np.inf
+
+
+class Player(keras.Model):
+    """Two parts with a float8 layer each; the second part reads what the first puts out."""
+
+    def __init__(self):
+        """Builds and converts the parts."""
+        super().__init__()
+        self.maker, self.critic = pair(), pair()
+        self.maker(SPREAD), self.critic(SPREAD)
+        self.built = True
+
+    def call(self, inputs, training=False):
+        """The outputs of both."""
+        made = self.maker(inputs, training=training)
+        return made, self.critic(made, training=training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alternate", [False, True])
+def test_each_optimizer_counts_its_own_tensors(alternate):
+    """A loss that goes back through another optimizer's layers counts nothing there."""
+    model = Player()
+
+    def loss(model):
+        def compute_loss(batch, training):
+            made, judged = model(batch, training=training)
+            return {
+                "maker": tf.reduce_sum(made**2, 1) + 0.0 * tf.reduce_sum(judged, 1),
+                "critic": 4.0 * tf.reduce_sum(judged**2, 1),
+            }
+
+        return compute_loss
+
+    before = model.maker(SPREAD).numpy()
+    optimizers = {name: keras.optimizers.SGD(0.0) for name in ("maker", "critic")}
+    [report], _, plan = reports_of(
+        model,
+        [SPREAD],
+        loss,
+        optimizer=optimizers,
+        updates=Updates(alternate_optimizers=alternate),
+        record_gradients=True,
+    )
+    # In turns, the second optimizer finds the scales that the first has moved.
+    made = model.maker(SPREAD).numpy() if alternate else before
+    found = {each.name: at for at, each in enumerate(plan.float8)}
+    for again, batch, factor in [("", SPREAD, 1.0), (" (2)", made, 4.0)]:
+        loss_alone = functools.partial(scaled_square, factor)
+        [alone], _, its = reports_of(pair(), [batch], loss_alone, record_gradients=True)
+        for at, each in enumerate(its.float8):
+            layer, tensor = each.name.rsplit("/", 1)
+            place = found[f"{layer}{again}/{tensor}"]
+            for name in FIELDS:
+                assert getattr(report, name)[place] == getattr(alone, name)[at], (each.name, name)
+
+
+def scaled_square(factor, model):
+    """The square of the outputs, times a factor."""
+    return lambda batch, training: factor * squared(model)(batch, training)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_counted_is_nan():
+    """A probe does not enter a layer that is computed again in the backward pass."""
+    found = []
+    for record in (False, True):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input([16]), Recomputed(), keras.layers.Dense(1)])
+        [report], values, _ = reports_of(model, [SPREAD], record_gradients=record)
+        found.append(values)
+    assert bool(report.grads_finite)
+    assert np.isnan(report.float8_saturated).all()
+    assert float(report.float8_amax[0]) == np.abs(SPREAD).max()
+    for before, after in zip(*found, strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_model_without_float8_has_empty_fields():
+    """A report of another model has no room for them."""
+    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(1)])
+    [report], _, plan = reports_of(
+        model, [SPREAD], record_gradients=True, rule=scaling.NoLossScale()
+    )
+    assert plan.float8 == ()
+    assert [getattr(report, name).shape for name in FIELDS] == [(0,)] * 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import scaling
 from scaling import Cause
-from trainer import Skips, Totals
+from trainer import Skips, Totals, Updates
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
 
@@ -490,20 +490,42 @@ def test_a_module_cannot_be_computed_in_float32():
         list(attempt(trainer, [poison()]))
 
 
+@pytest.mark.parametrize("name", ["global_clipnorm", "clipnorm", "clipvalue"])
+@pytest.mark.parametrize("bound", [0, -1.0, 1e39, 1e-50, np.inf, np.nan, True, "1"])
+def test_a_bound_must_be_one_of_float32(name, bound):
+    """The error names the bound."""
+    with pytest.raises(ValueError, match=f"`{name}` must"):
+        Updates(**{name: bound})
+
+
+def test_the_bound_that_is_set():
+    """There is at most one, and by default none."""
+    assert Updates(clipnorm=2.0).bounds == {"clipnorm": 2.0}
+    assert Updates().bounds == {}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("group", "name", "arguments"),
     [
-        ("on_overflow", "retri"),
-        ("on_overflow", None),
-        ("on_nonfinite_loss", "retry"),
-        ("on_stuck", "float16"),
-        ("max_retries", 0),
-        ("max_retries", True),
-        ("max_consecutive", 2.0),
-        ("max_records", -1),
+        *[(Skips, "on_overflow", {"on_overflow": value}) for value in ("retri", None)],
+        (Skips, "on_nonfinite_loss", {"on_nonfinite_loss": "retry"}),
+        (Skips, "on_stuck", {"on_stuck": "float16"}),
+        *[(Skips, "max_retries", {"max_retries": value}) for value in (0, True)],
+        (Skips, "max_consecutive", {"max_consecutive": 2.0}),
+        (Skips, "max_records", {"max_records": -1}),
+        (Updates, "global_clipnorm", {"global_clipnorm": 1.0, "clipnorm": 1.0}),
+        *[(Updates, "ema_momentum", {"ema_momentum": value}) for value in (0.0, 1.0, "0.9", True)],
+        (
+            Updates,
+            "updates_per_step",
+            {"alternate_optimizers": True, "updates_per_step": {"critic": 0}},
+        ),
+        (Updates, "updates_per_step", {"updates_per_step": {"critic": 5}}),
+        (Updates, "reduce_dtype", {"reduce_dtype": "float8"}),
+        (Updates, "reduce_bucket_bytes", {"reduce_bucket_bytes": 0}),
     ],
 )
-def test_unknown_choices_are_refused(name, value):
+def test_values_that_cannot_be_used_are_refused(group, name, arguments):
     """The error names the field."""
-    with pytest.raises(ValueError, match=f"^`{name}` must "):
-        Skips(**{name: value})
+    with pytest.raises((TypeError, ValueError), match=f"^`{name}` must "):
+        group(**arguments)

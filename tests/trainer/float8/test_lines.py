@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scaling.float8.simulate import compare, read_tensors
 from trainer import Monitoring, Trainer, convert_to_float8
-from trainer.log.float8_lines import float8_line, saturates
+from trainer.float8.lines import float8_line, saturates
 from trainer.step.float8 import FORMATS, Float8Tensor
 from trainer.step.report import StepReport
 
