@@ -905,10 +905,7 @@ class Trainer(Task):
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
         with self._with_workers():
-            self._start(first_batch(found), training=False)
-            self._warn_if_untrained()
-            settings = {"precision": precision, "averaged": averaged}
-            check_agreed(lambda: of_data(found, "data") | entries_of(settings), self.strategy)
+            self._start_without_training(found, precision=precision, averaged=averaged)
             return self._evaluate(found, precision, averaged, stoppable=False) or {}
 
     def evaluate_continuously(
@@ -1001,21 +998,14 @@ class Trainer(Task):
         found = batches(data, "data", self.strategy, global_batch, whole=self._shapes()["whole"])
         check_ends(found, "data")
         with self._with_workers():
-            self._start(
-                found.first,
+            self._start_without_training(
+                {"": found},
                 lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
-                training=False,
+                precision=precision,
+                averaged=averaged,
             )
-            self._warn_if_untrained()
-            settings = {"precision": precision, "averaged": averaged}
-            described = {"": found}
-            check_agreed(lambda: of_data(described, "data") | entries_of(settings), self.strategy)
-        with (
-            self._with_workers(),
-            self._model_restored(predicts=True),
-            self._weights(averaged),
-        ):
-            return self._parts.evaluator.predict(found.dataset, precision)
+            with self._model_restored(predicts=True), self._weights(averaged):
+                return self._parts.evaluator.predict(found.dataset, precision)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -1274,14 +1264,21 @@ class Trainer(Task):
         finally:
             self._evaluating = False
 
-    def _warn_if_untrained(self) -> None:
-        """Warns that a run in `model_dir` is asked for results before it has any."""
+    def _start_without_training(
+        self, found: EvalData, forward: Forward | None = None, **settings: Any
+    ) -> None:
+        """Builds what an evaluation or a prediction needs, and compares the workers' arguments.
+
+        Warns if a run in `model_dir` is asked for results before it has any.
+        """
+        self._start(first_batch(found), forward, training=False)
         warm = self.checkpoints.init_from
         if self.model_dir and not (self.totals.attempted or warm):
             logging.warning(
                 "There is no checkpoint in %s: the model has not been trained there.",
                 self.model_dir,
             )
+        check_agreed(lambda: of_data(found, "data") | entries_of(settings), self.strategy)
 
     def _start(
         self, batch: Batch, forward: Forward | None = None, *, training: bool = True

@@ -25,6 +25,9 @@ BATCHES = [(X[begin : begin + 4], X[begin : begin + 4, :1]) for begin in range(0
 BATCHES[2] = (1e6 * BATCHES[2][0], BATCHES[2][1])  # overflows in float16
 
 
+SETTINGS = {"seed": 1, "verbose": False, "jit_compile": False}
+
+
 def model():
     """Draws random numbers, and keeps statistics."""
     layers = [
@@ -43,10 +46,7 @@ def network(**arguments):
         optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
         loss_fn="mse",
         metrics=["mae"],
-        seed=1,
-        verbose=False,
-        jit_compile=False,
-        **arguments,
+        **SETTINGS | arguments,
     )
 
 
@@ -169,11 +169,8 @@ def line(folder, **arguments):
         model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
         optimizer=lambda: keras.optimizers.SGD(0.1),
         loss_fn="mse",
-        seed=1,
-        verbose=False,
-        jit_compile=False,
         model_dir=folder,
-        **arguments,
+        **SETTINGS | arguments,
     )
 
 

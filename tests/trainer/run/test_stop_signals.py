@@ -178,24 +178,29 @@ def finish(model_dir):
 
 
 @pytest.mark.slow
-def test_an_interrupted_notebook_can_continue(tmp_path, undisturbed):
-    """After SIGINT, `train` saves and raises KeyboardInterrupt. Called again in the same process with
-    the same target, it ends with the same bits as an uninterrupted run.
+@pytest.mark.parametrize(("how", "replicas"), [("Ctrl-C", 1), ("stop", 1), ("stop", 2)])
+def test_a_stopped_run_goes_on_in_the_same_process(tmp_path, mirrored, undisturbed, how, replicas):
+    """After SIGINT, `train` saves and raises KeyboardInterrupt; after `stop` in another thread, it
+    returns. Called again with the same target, it ends with the bits of an uninterrupted run.
     """
-    trainer = make(tmp_path, "training")
-    batches = trainer.slow_data()
-    seen = []
-    interrupt = (ask_in_phase, trainer, "training", 0.2)
-    with in_a_thread(*interrupt, lambda: os.kill(os.getpid(), signal.SIGINT), seen):  # noqa: SIM117
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train(batches, steps=TARGET)
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = make(tmp_path, "training", strategy=strategy)
+    batches, seen = trainer.slow_data(), []
+    raised = pytest.raises(KeyboardInterrupt) if how == "Ctrl-C" else contextlib.nullcontext()
+
+    def ask():
+        os.kill(os.getpid(), signal.SIGINT) if how == "Ctrl-C" else trainer.stop()
+
+    with in_a_thread(ask_in_phase, trainer, "training", 0.2, ask, seen), raised:
+        trainer.train(batches, steps=TARGET)
     step = trainer.totals.attempted
 
     assert seen[0] <= step <= seen[0] + 2 < TARGET
     assert newest_checkpoint(tmp_path) == step
     trainer.hurry = True
     assert trainer.train(batches, steps=TARGET).steps_run == TARGET - step
-    assert bits(trainer) == undisturbed
+    if replicas == 1:
+        assert bits(trainer) == undisturbed
     assert folder.read_manifest(tmp_path / f"ckpt-{TARGET}")["batches_taken"] == TARGET
 
 
@@ -234,25 +239,6 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undistu
     assert trainer.totals.attempted == 0
     assert (trainer.weight, newest_checkpoint(tmp_path), events(tmp_path)) == (1.0, 0, [])
     assert finish(tmp_path) == undisturbed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_is_stopped_from_another_thread(tmp_path, mirrored, undisturbed, replicas):
-    """`stop` ends the inner loop within two steps and `train` returns; the next call continues."""
-    strategy = mirrored(replicas) if replicas > 1 else "default"
-    trainer = make(tmp_path, "training", strategy=strategy)
-    batches = trainer.slow_data()
-    seen = []
-    with in_a_thread(ask_in_phase, trainer, "training", 0.3, trainer.stop, seen):
-        summary = trainer.train(batches, steps=10**6)
-
-    assert seen[0] <= summary.step <= seen[0] + 2
-    assert summary.checkpoint == str(tmp_path / f"ckpt-{summary.step}")
-    trainer.hurry = True
-    assert trainer.train(batches, steps=TARGET).steps_run == TARGET - summary.step
-    if replicas == 1:
-        assert bits(trainer) == undisturbed
 
 
 @pytest.mark.thorough
