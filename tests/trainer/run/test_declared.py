@@ -402,51 +402,6 @@ def test_a_new_learning_rate_takes_effect(tmp_path):
     assert begins_with(3, tmp_path, 0.25, **allowed) == 0.125
 
 
-class Head(keras.Model):
-    """A functional model with a constructor of its own, as all of KerasHub's are."""
-
-    def __init__(self, units):
-        """Declares its units alone."""
-        x = keras.Input([2])
-        super().__init__(inputs=x, outputs=L.Dense(units)(x))
-        self.units = units
-
-    def get_config(self):
-        """Returns no layers."""
-        return {"units": self.units}
-
-
-class Shaped(Trainer):
-    """Its loss holds empty tuples, as Gemma's layers do."""
-
-    def compute_loss(self, batch, training):
-        """Adds a scalar of shape ()."""
-        x, y = batch
-        error = tf.reshape(y, [-1]) - self.model(x, training=training)[:, 0]
-        return error**2 + tf.zeros(()) + tf.reshape(tf.constant([0.0]), ())
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_what_cannot_be_described_ends_no_run(tmp_path, nested):
-    """Such a model trains and resumes, at top level or nested; another one is refused."""
-
-    def train(units, steps):
-        def make():
-            head = Head(units)
-            return keras.Sequential([keras.Input([2]), head, L.Dense(1)]) if nested else head
-
-        trainer = Shaped(
-            model=make, optimizer="sgd", model_dir=tmp_path, verbose=False, jit_compile=False
-        )
-        trainer.train((X, Y), steps=steps, global_batch=4)
-        return trainer.totals.applied
-
-    assert train(1, 2) == 2
-    assert train(1, 3) == 3
-    with pytest.raises(ValueError, match="`model_dir`"):
-        train(2, 4)
-
-
 SLOPES = [2.0**power for power in range(-3, 5)]  # of 8 examples: any sum identifies its terms
 SAVED_AT, END = 4, 9
 

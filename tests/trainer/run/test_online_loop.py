@@ -274,14 +274,13 @@ def test_the_place_in_data_is_not_lost_without_a_word(tmp_path):
     "arguments",
     [
         {"train_data": ROWS, "steps": 12},
-        {"train_data": ROWS, "steps": 12, "global_batch": 4, "eval_interval": 3},
         {"train_data": (X[:, :1], X[:, :1]), "steps": 12, "global_batch": 4},
         {"train_data": (X[:3], X[:, :1]), "steps": 12, "global_batch": 4},
         {"train_data": None, "steps": 12},
         {"train_data": tuple(2 * part for part in ROWS), "steps": 4, "global_batch": 4},
         {"train_data": ROWS, "steps": 4, "global_batch": 8},
     ],
-    ids=["no size", "evaluation", "shape", "lengths", "none", "other reached", "size reached"],
+    ids=["no size", "shape", "lengths", "none", "other reached", "size reached"],
 )
 def test_a_call_without_steps_leaves_the_place_in_the_data(arguments):
     """A call that is refused, or whose steps have been taken, changes nothing."""
