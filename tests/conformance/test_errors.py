@@ -85,7 +85,7 @@ CASES = [
     ("loss_fn", lambda: make(loss_fn=["mse", "mae"], losses=Losses(reduction="global"))),
     ("weights", lambda: make(losses=Losses(weights=[2.0]))),
     ("class_weight", lambda: make(loss_fn=["mse"], losses=Losses(class_weight={0: 2.0}))),
-    ("metrics", lambda: make(metrics=["mae", keras.metrics.MeanSquaredError(name="mae")])),
+    ("metrics", lambda: train(metrics=["mae", keras.metrics.MeanSquaredError(name="mae")])),
     # Two settings that contradict each other, or one that would be ignored.
     ("num_microbatches", lambda: train(losses=Losses(reduction="global"), num_microbatches=2)),
     ("reduce_dtype", lambda: train(updates=Updates(reduce_dtype="float16"))),
@@ -104,7 +104,6 @@ CASES = [
     ("global_batch", lambda: train(DATA, 1, num_microbatches=8)),
     ("global_batch", lambda: batches_of(DATA, steps=1, global_batch=4)),
     ("steps", lambda: batches_of(DATA, steps=1, epochs=1)),
-    ("eval_interval", lambda: batches_of(DATA, steps=1, eval_interval=1)),
 ]
 
 
