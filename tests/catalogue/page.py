@@ -38,11 +38,9 @@ batches, and optimizers and schedules with three updates of Keras's own `apply`.
 - **not trained**: a base class, or nothing that a step could contain.
 
 There are {all} configurations: 1 or 3 replicas x 1 or 2 microbatches x plain, XLA or element-wise XLA x
-float32, mixed_float16 or mixed_bfloat16. Each class is tried in the one that its row shows; over
-all classes, every configuration is. CI tries every thirtieth class. Within seven nights all are tried, and then in
-nine further configurations each, in which every value of an axis meets every value of another, with other
-random models.
-An optimizer sees float32 gradients in every precision, so optimizers are compared in float32 only.
+float32, mixed_float16 or mixed_bfloat16. CI tries every thirtieth class in one of them. Within seven nights all
+classes are tried, and then in nine further configurations each, in which every value of an axis meets every value of
+another. An optimizer sees float32 gradients in every precision, so optimizers are compared in float32 only.
 All of this is on CPUs; [what was tried on a GPU](performance.md#on-an-h100) is little.
 """
 
@@ -60,9 +58,21 @@ def page():
     text += count_row(FEATURES_GROUP, [each for each in listed if each.group == FEATURES_GROUP])
     for group in [*groups, FEATURES_GROUP]:
         title = f"`{group}`" if group in groups else group
-        text += f"\n## {title}\n\n| {'class' if group in groups else 'feature'} | a step is | tried in | |\n|---|---|---|---|\n"
-        text += "".join(row(each) for each in listed if each.group == group)
+        text += f"\n## {title}\n" + of_group([each for each in listed if each.group == group])
     return text
+
+
+def of_group(listed):
+    """The entries of a group: those without a note by what a step is, and a table of the others."""
+    alike, rows = collections.defaultdict(list), ""
+    for entry in listed:
+        name = entry.name if "`" in entry.name else f"`{entry.name}`"
+        if found := notes(entry.row):
+            rows += f"| {name} | {verdict_of(entry.row)} | {'. '.join(found)} |\n"
+        else:
+            alike[verdict_of(entry.row)].append(name)
+    text = "".join(f"\n**{verdict}**: {', '.join(names)}.\n" for verdict, names in alike.items())
+    return text + (f"\n| | a step is | |\n|---|---|---|\n{rows}" if rows else "")
 
 
 def count_row(title, listed):
@@ -72,27 +82,10 @@ def count_row(title, listed):
     return f"| {title} | " + " | ".join(cells) + " |\n"
 
 
-def row(entry):
-    """A row of a group's table."""
-    verdict = entry.row.verdict
-    if verdict == RIGHT and entry.row.compared_with == SHARES:
-        verdict += ", each share by itself"
-    if verdict == RIGHT and entry.row.compared_with == DRAWS:
-        verdict += ", random"
-    where = ""
-    if entry.row.verdict in {RIGHT, OPEN}:
-        where = configured(entry)
-    name = entry.name if "`" in entry.name else f"`{entry.name}`"
-    return f"| {name} | {verdict} | {where} | {'. '.join(notes(entry.row))} |\n"
-
-
-def configured(entry):
-    """The configuration of CI, as far as it matters to the group."""
-    found = configurations.of_class(entry.name, entry.row)
-    if entry.group == "keras.metrics":
-        return "3 replicas, `evaluate`"
-    text = str(found)
-    return text.rpartition(",")[0] + ", float32" if "optimizers" in entry.group else text
+def verdict_of(row):
+    """What a step with a class is, in words."""
+    how = {SHARES: ", each share by itself", DRAWS: ", random"}
+    return row.verdict + (how.get(row.compared_with, "") if row.verdict == RIGHT else "")
 
 
 def check_refused(refuse):

@@ -57,10 +57,12 @@ def page():
     titles = [cell.title for cell in CELLS.values()]
     text += "\n\n## Architectures\n\n| architecture | from | " + " | ".join(titles) + " | |\n"
     text += "|---|---|" + "---|" * (len(titles) + 1) + "\n"
-    return text + "".join(map(row, ENTRIES))
-
-
-def row(entry):
-    """A row of the table."""
-    cells = [entry.outcome(key) for key in CELLS]
-    return f"| {' | '.join([entry.name, entry.source, *cells, entry.because])} |\n"
+    plain, rows = collections.defaultdict(list), ""
+    for entry in ENTRIES:
+        cells = [entry.outcome(key) for key in CELLS]
+        if {*cells} == {SAME} and not entry.because:
+            plain[entry.source].append(entry.name)
+        else:
+            rows += f"| {' | '.join([entry.name, entry.source, *cells, entry.because])} |\n"
+    text += rows + "\nThe same in all four:\n\n"
+    return text + "".join(f"- {source}: {', '.join(names)}\n" for source, names in plain.items())
