@@ -16,19 +16,22 @@ Layers, losses and metrics:
 - `keras_globals`, `autocast_scope`: whether the layer that is being called casts its variables.
 - `_value`: a variable that the layer would read cast; the public `value` is.
 - `_keras_mask`: the mask of a tensor, which losses and metrics read.
-- `_loss_ids`, `_losses`: which layer added an entry of `model.losses`.
+- `_loss_ids`: which entries of `model.losses` a layer has added, while replicas pause.
 - `_compile_loss`: the means that a compiled model's own `compute_loss` updates.
-- `_fn_kwargs`: the axis of a loss whose configuration leaves it out.
+- `_fn_kwargs`: arguments of a loss; before Keras 3.16, `get_config()` leaves out some.
 - `_built`: whether a metric has made its variables.
-- `_compute_moments`: its second derivatives are wrong.
+- `keras_nn`, `_compute_moments`: its second derivatives are wrong. Keras 3.16 has moved the module.
 
-Graphs and random numbers:
+TensorFlow:
 
 - `_get_function`: the graph of the function that an operation calls.
-- `tf_context`, `_seed`, `_rng`: TensorFlow's seed, on which every shuffled dataset depends that is
-  made later. To set it by `tf.random.set_seed` would begin its numbers anew.
+- `_noinline`: a function that is called as one operation.
+- `AutoTrackable`, `_self_`: what tracks its attributes, and where it keeps what it tracks.
+- `tf_context`, `_seed`, `_rng`: the seed on which every shuffled dataset depends that is made
+  later. To set it by `tf.random.set_seed` would begin its numbers anew.
 
-The tests of this file fail if one changes. Everything else in this project uses public APIs.
+All were seen in Keras 3.10.0, 3.12.4, 3.14.1, 3.15.1 and 3.16.0.dev2026102704, with TensorFlow
+2.21. The tests of this file fail if one changes. Everything else in this project uses public APIs.
 """
 
 import collections
@@ -47,6 +50,11 @@ try:
     from keras.src.backend.tensorflow.ops import nn as keras_nn  # since Keras 3.16
 except ImportError:
     from keras.src.backend.tensorflow import nn as keras_nn
+
+
+AutoTrackable = tf.__internal__.tracking.AutoTrackable
+RECORDS = "_self_"  # the beginning of the names of attributes
+NOT_INLINED = {"_noinline": True}  # for `experimental_attributes` of `tf.function`
 
 
 @contextlib.contextmanager
@@ -273,19 +281,6 @@ def with_keras_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
     masked = tf.identity(tensor)
     masked._keras_mask = mask
     return masked
-
-
-def layer_that_added(model: keras.Model, loss: tf.Tensor) -> keras.Layer | None:
-    """Returns the layer that passed a tensor to `add_loss` in the model's last call, or None.
-
-    `add_loss` and `model.losses` are public; which layer added an entry is not. Layers remember the
-    ids of what they added in a `keras.StatelessScope`, and the tensors that they added elsewhere.
-    """
-
-    def added(layer: keras.Layer) -> bool:
-        return id(loss) in layer._loss_ids or any(loss is one for one in layer._losses)
-
-    return next((layer for layer in all_layers(model) if added(layer)), None)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from trainer.keras_compat import RECORDS, AutoTrackable
+
 Variable: TypeAlias = keras.Variable | tf.Variable
 # For each variable, the value of every replica's copy on this worker.
 Copies: TypeAlias = list[list[tf.Tensor]]
@@ -19,7 +21,7 @@ Copies: TypeAlias = list[list[tf.Tensor]]
 # Classes whose attributes may be, or hold, variables.
 HOLDERS = (
     tf.Module,
-    tf.__internal__.tracking.AutoTrackable,
+    AutoTrackable,
     keras.Layer,
     keras.metrics.Metric,
     keras.optimizers.Optimizer,
@@ -28,8 +30,6 @@ HOLDERS = (
     keras.random.SeedGenerator,
 )
 LEAVES = (tf.Variable, keras.Variable, tf.Tensor)
-# Attributes in which Keras and TensorFlow keep records of their own.
-RECORDS = ("_self_", "_tracker", "_inbound_nodes", "_outbound_nodes", "_obj_reference_counts_dict")
 
 
 def tracked(*roots: Any) -> Iterator[Any]:

@@ -326,7 +326,7 @@ def mask_of(loss_fn: LossFunction, outputs: Any) -> tf.Tensor | None:
 def ignore_class_of(loss_fn: LossFunction) -> int | None:
     """Returns the class whose labels do not count, or None."""
     if isinstance(loss_fn, keras.losses.SparseCategoricalCrossentropy):
-        ignored: int | None = loss_fn.ignore_class
+        ignored: int | None = arguments_of_loss(loss_fn)["ignore_class"]
         return ignored
     return None
 

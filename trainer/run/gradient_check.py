@@ -28,7 +28,13 @@ from trainer.step.attempt import on_first_replica, positions_by_value, replica_s
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.diagnose import ReplicaResult
 from trainer.step.held_back import HoldBack, read_values
-from trainer.step.losses import added_entries, added_loss, losses_and_aux, weighted_mean
+from trainer.step.losses import (
+    added_entries,
+    added_loss,
+    losses_and_aux,
+    recorded_losses,
+    weighted_mean,
+)
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
 from trainer.step.randomness import make_keys
 from trainer.step.trace import written_variables
@@ -187,11 +193,12 @@ def plain_gradients(group: UpdateGroup, inputs: StepInputs, plan: StepPlan) -> R
         seed.assign(key)
     share, size, model = values.share, values.global_batch, plan.model
     with tf.GradientTape(persistent=True) as tape:
-        result = call_user(plan.compute_loss, share.batch, training=True)
+        with recorded_losses(model) as recorded:
+            result = call_user(plan.compute_loss, share.batch, training=True)
         losses, _ = losses_and_aux(
             result, share.batch, group.objectives, global_loss=plan.global_loss
         )
-        entries = added_entries(model, model.losses) if isinstance(model, keras.Layer) else []
+        entries = added_entries(model.losses, recorded) if isinstance(model, keras.Layer) else []
         added = added_loss(entries, share, size)
         scaled = {
             name: scaling.scale_loss(

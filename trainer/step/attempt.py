@@ -19,6 +19,7 @@ from scaling.base.argument_checks import shown
 from scaling.rules.rule import select_state
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.tracking import read_copies, write_copies
+from trainer.keras_compat import NOT_INLINED
 from trainer.step.accumulate import accumulate, microbatch_inputs, real_examples, sum_over_replicas
 from trainer.step.apply import (
     Before,
@@ -749,8 +750,7 @@ def not_inlined(function: Callable[[], Tree]) -> Callable[[], Tree]:
 
     So runs that never call it do not wait for it. Collectives fail in such a function.
     """
-    attributes = {"_noinline": True}
     apart: Callable[[], Tree] = tf.function(
-        function, autograph=False, experimental_attributes=attributes
+        function, autograph=False, experimental_attributes=NOT_INLINED
     )
     return apart

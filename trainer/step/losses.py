@@ -29,10 +29,10 @@ from strategies.division import count_examples, known_examples
 from trainer.base.argument_checks import as_returned_loss
 from trainer.base.trace_apart import is_apart
 from trainer.base.warn_once import warn_once
-from trainer.keras_compat import all_layers, layer_that_added, outputs_of_called, replaced_calls
+from trainer.keras_compat import all_layers, outputs_of_called, replaced_calls
 from trainer.step.gather import scalar_loss
 from trainer.step.objective import ONLY, Objective
-from trainer.step.types import Aux, Batch, GlobalBatchSize, MicrobatchPlan
+from trainer.step.types import Aux, Batch, GlobalBatchSize, MicrobatchPlan, Model
 
 
 def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor) -> tf.Tensor:
@@ -259,7 +259,7 @@ def added_loss(
 
 
 def added_entries(
-    model: keras.Model, listed: Sequence[Any], passed: Sequence[Any] = ()
+    listed: Sequence[Any], recorded: Sequence[Recorded], passed: Sequence[Any] = ()
 ) -> list[tf.Tensor]:
     """Returns the entries of `model.losses` after a call of the model, each as often as it counts.
 
@@ -267,19 +267,20 @@ def added_entries(
     none of them belongs to an example, and they are summed, as in Keras.
 
     Args:
-        model: the model.
         listed: `model.losses`.
+        recorded: what the layers have added: see `recorded_losses`.
         passed: what layers have passed to `add_loss` in a `keras.StatelessScope`. If two layers
             pass the same tensor, Keras lists it twice for each of them.
     """
     often, seen = collections.Counter(map(id, passed)), collections.Counter[int]()
+    added = {id(each.loss) for each in recorded}
     found = []
     for loss in listed:
         seen[id(loss)] += 1
         if 0 < often[id(loss)] < seen[id(loss)]:
             continue
         entry = tf.convert_to_tensor(loss)
-        if entry.shape.rank != 0 and layer_that_added(model, loss) is None:
+        if entry.shape.rank != 0 and id(loss) not in added:
             entry = tf.reduce_sum(tf.cast(entry, tf.float32))
         found.append(entry)
     return found
@@ -328,7 +329,10 @@ def weights_of_rows(
 
 
 def warn_of_added_losses(
-    entries: Sequence[tf.Tensor], weights: tf.Tensor, plan: MicrobatchPlan
+    entries: Sequence[tf.Tensor],
+    recorded: Sequence[Recorded],
+    weights: tf.Tensor,
+    plan: MicrobatchPlan,
 ) -> None:
     """Warns once about each layer whose losses may count for something else than in `fit`.
 
@@ -336,8 +340,9 @@ def warn_of_added_losses(
     its share's fraction of the examples, which is right for a mean and for a function of weights
     alone, and not for a sum over examples. The shape does not tell which one it is.
     """
+    layers = {id(each.loss): each.layer for each in recorded}
     for entry in entries:
-        layer = layer_that_added(plan.model, entry)
+        layer = layers.get(id(entry))
         if may_be_per_example(entry, weights):
             inner = entry.shape[1:] if entry.shape.rank else ()
             shape = ", ".join(["examples", *map(str, inner)])
@@ -353,7 +358,7 @@ def warn_of_added_losses(
 
 
 @contextlib.contextmanager
-def recorded_losses(model: keras.Model) -> Iterator[list[Recorded]]:
+def recorded_losses(model: Model) -> Iterator[list[Recorded]]:
     """Context manager for a forward pass: records what layers add, also what Keras then forgets.
 
     A call of a model forgets what its layers have added in the call before.
@@ -375,7 +380,8 @@ def recorded_losses(model: keras.Model) -> Iterator[list[Recorded]]:
 
         return run
 
-    with replaced_calls(all_layers(model), recording, "add_loss"):
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
+    with replaced_calls(layers, recording, "add_loss"):
         yield recorded
 
 

@@ -54,6 +54,7 @@ from trainer.step.float8 import (
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.held_back import HoldBack, frozen_or_unfrozen, is_seed_state
 from trainer.step.losses import (
+    Recorded,
     added_entries,
     added_loss,
     check_added_losses,
@@ -100,7 +101,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         tape.watch([*weights, *given, *probes, *outside.values()])
         with layers_prepared(plan, probes), gathers(inputs, plan):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
-        warn_of_added_losses(passed.added, share.weights, plan)
+        warn_of_added_losses(passed.added, passed.recorded, share.weights, plan)
         means = {
             id(loss): part_of_loss(loss, inputs, plan) for loss in distinct(passed.losses.values())
         }
@@ -346,6 +347,7 @@ class ForwardPass(NamedTuple):
     losses: dict[str, tf.Tensor]
     aux: Aux  # what `compute_loss` returned along with the losses; () if nothing
     added: list[tf.Tensor]  # `model.losses`: regularizers, and what the layers added
+    recorded: Sequence[Recorded]  # which layer added what
     after: Values  # values of the given and the assigned variables when the pass ended; empty for a
     # `tf.Module`, which assigns its variables itself
     # What each variable in `plan.held_back`, and each generator in `plan.seeds`, was assigned in
@@ -373,7 +375,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         result = call_loss(batch, plan)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         reported = shared_with(result, plan.earlier, plan.objectives)
-        return ForwardPass(losses, aux, [], {}, [], reported)
+        return ForwardPass(losses, aux, [], [], {}, [], reported)
     with (
         functions_of_one_precision(plan.model),
         ids_unrounded(plan.model),
@@ -384,7 +386,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         result = call_loss(batch, plan)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         listed = plan.model.losses
-        added = added_entries(plan.model, listed, scope.losses)
+        added = added_entries(listed, recorded, scope.losses)
     check_added_losses(recorded, listed)
     for variable in filter(scope.is_cast, plan.weights):
         check_not_assigned_in_half(plan.model, variable)
@@ -392,7 +394,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
     after = {str(position): value for position, value in enumerate(found) if value is not None}
     assigned = [scope.assigned(each) for each in (*plan.held_back, *plan.seeds)]
     reported = shared_with(result, plan.earlier, plan.objectives)
-    return ForwardPass(losses, aux, added, after, assigned, reported)
+    return ForwardPass(losses, aux, added, recorded, after, assigned, reported)
 
 
 def call_loss(batch: Batch, plan: MicrobatchPlan) -> Any:

@@ -174,7 +174,7 @@ def captured(tensor: tf.Tensor, graph: tf.Graph) -> Any:
         tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
     for outside, inside in getattr(graph, "captures", ()):
         if inside is tensor:
-            if isinstance(outside, tf.__internal__.EagerTensor):
+            if tf.is_tensor(outside) and not tf.is_symbolic_tensor(outside):
                 return outside
             return captured(outside, outside.graph)
     return None
