@@ -1,6 +1,5 @@
 """What a run leaves in its folder, as values to compare: all of it but times and speeds."""
 
-import csv
 import io
 import json
 import re
@@ -25,11 +24,6 @@ def everything(folder):
     return {
         "lines": lines_of(folder),
         "curves": curves_of(folder),
-        "rows": {
-            f"{path.name} row {number}": row
-            for path in sorted(folder.glob("[tv]*.csv"))
-            for number, row in enumerate(table_of(path))
-        },
         "best": {path.name: model_of(path) for path in sorted(folder.glob("best/step-*"))},
         "records": {path.parent.name: arrays_of(path) for path in folder.glob("overflows/*/*.npz")},
         "checkpoints": checkpoints_of(folder),
@@ -57,13 +51,6 @@ def parsed(line):
 def without_times(line):
     """A line without its speeds."""
     return {name: value for name, value in line.items() if name not in OF_TIME}
-
-
-def table_of(path):
-    """The rows of a CSV file, with its header."""
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        return [reader.fieldnames, *map(without_times, reader)]
 
 
 def curves_of(folder):
@@ -149,8 +136,8 @@ def unfinished_in(folder):
 
 def place_of_death(folder):
     """Where in its work a run was killed, as far as its folder shows it."""
-    logs = [path for path in (folder / "metrics.jsonl", *folder.glob("*.csv")) if path.exists()]
-    if any(path.read_bytes()[-1:] not in (b"\n", b"") for path in logs):
+    log = folder / "metrics.jsonl"
+    if log.exists() and log.read_bytes()[-1:] not in (b"\n", b""):
         return "in a line of the log"
     for what in ("best", "overflows"):
         if any(unfinished_in(folder / what)):

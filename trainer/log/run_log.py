@@ -324,7 +324,7 @@ class RunLog:
         """Goes back to a step in the same process.
 
         The lines of later steps stay in `metrics.jsonl`, in which a line says that they were
-        undone; a table has no such lines, so their rows are removed.
+        undone.
 
         Args:
             step: the step to go back to.
@@ -335,7 +335,6 @@ class RunLog:
         """
         begun = self._take_up(step, unfinished)
         self.history.rewind(step, begun)
-        self.writers.rewind_tables(step, begun)
         self._loss_scale = math.nan  # so that the next step's is written: its line may be undone
         return begun
 

@@ -1,13 +1,10 @@
-"""The log files in `model_dir`: `metrics.jsonl`, CSV files, and TensorBoard's event files.
+"""The log files in `model_dir`: `metrics.jsonl`, and TensorBoard's event files.
 
 Each line of `metrics.jsonl` is a JSON object in which NaN is null. Its "split" names the kind of
-line. "train" and "validation" lines hold numbers. The same numbers are in `train.csv` and
-`validation.csv`, and in the folders `train/` and `validation/`, which TensorBoard shows as two
-curves.
+line. "train" and "validation" lines hold numbers. The same numbers are in the folders `train/` and
+`validation/`, which TensorBoard shows as two curves.
 """
 
-import csv
-import io
 import itertools
 import json
 import math
@@ -23,9 +20,7 @@ from absl import logging
 from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
-SPLITS = "train", "validation"  # each has a CSV file and a folder of event files
 SUMS = "train", "gradients", "underflow", "float8"  # lines about all steps since the one before
-LOG_FILES = "metrics.jsonl", *(f"{split}.csv" for split in SPLITS)
 # Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
 # `tf.summary.text` add the same metadata, but they need the tensorboard package.
 SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="scalars"), data_class=1)
@@ -46,18 +41,16 @@ class RunWriters:
         self._events: dict[str, tf.summary.SummaryWriter] = {}
 
     def write_scalars(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes numbers to `metrics.jsonl`, to the split's CSV file, and to TensorBoard.
+        """Writes numbers to `metrics.jsonl` and to TensorBoard.
 
         Args:
-            split: one of `SPLITS`.
+            split: "train" or "validation".
             step: the step that the numbers belong to.
             scalars: the numbers, keyed by name.
         """
         self.write_tensorboard(split, step, scalars)
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         self.write_line({"step": step, "split": split, **finite})
-        if self._folder is not None:
-            append_row(self._folder / f"{split}.csv", {"step": step, **finite})
 
     def write_tensorboard(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Writes numbers to TensorBoard only."""
@@ -88,7 +81,7 @@ class RunWriters:
         """
         if self._folder is None:
             return ""
-        names = ["metrics.jsonl", "train.csv", "validation.csv", "flags.cfg", "best"]
+        names = ["metrics.jsonl", "flags.cfg", "best"]
         found = [name for name in names if (self._folder / name).exists()]
         return (
             f"files in {self._folder}: {', '.join(found)}\n"
@@ -106,7 +99,7 @@ class RunWriters:
         """
         if self._folder is None:
             return []
-        paths = [self._folder / name for name in (*LOG_FILES, "best")]
+        paths = [self._folder / name for name in ("metrics.jsonl", "best")]
         found = [path for path in paths if path.exists()]
         prefixes = itertools.chain(["previous-"], (f"previous-{n}-" for n in itertools.count(2)))
         free = next(
@@ -140,15 +133,9 @@ class RunWriters:
             with path.with_name("damaged-metrics.jsonl").open("a") as file:
                 file.writelines(damaged)
             logging.warning("%d damaged lines of %s are in %s now", len(damaged), path, file.name)
-        write_if_changed(path, lines, kept)
-        self.rewind_tables(step, begun)
+        if kept != lines:
+            write_atomically(path, "".join(kept))
         return [json.loads(line) for line in kept]
-
-    def rewind_tables(self, step: int, begun: int) -> None:
-        """Removes the rows of steps after `step` from the CSV files; see `rewind`."""
-        if self._folder is not None:
-            rewind_table(self._folder / "train.csv", begun - 1)
-            rewind_table(self._folder / "validation.csv", step)
 
     def _event_writer(self, folder: pathlib.Path, split: str) -> tf.summary.SummaryWriter:
         if split not in self._events:
@@ -156,27 +143,16 @@ class RunWriters:
         return self._events[split]
 
 
-def lines_of(path: pathlib.Path) -> list[str]:
-    """Returns the lines of a file with their ends; none if there is no such file."""
-    # What is no UTF-8 is damaged, and is found by its line.
-    text = path.read_text(errors="replace") if path.exists() else ""
-    return [line for line in re.split(r"(?<=\n)", text) if line]
-
-
 def read_lines(path: pathlib.Path, step: int, begun: int) -> tuple[list[str], list[str]]:
     """Returns all lines of a `metrics.jsonl`, and those that stay when the run goes back to `step`.
 
     An incomplete last line, as after a crash, does not stay.
     """
-    lines = lines_of(path)
+    # What is no UTF-8 is damaged, and is found by its line.
+    text = path.read_text(errors="replace") if path.exists() else ""
+    lines = [line for line in re.split(r"(?<=\n)", text) if line]
     known = [(line, fields_of(line)) for line in lines if line.endswith("\n")]
     return lines, [line for line, fields in known if fields and stays(fields, step, begun)]
-
-
-def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) -> None:
-    """Replaces the lines of a file atomically, unless they are the same."""
-    if after != before:
-        write_atomically(path, "".join(after))
 
 
 def fields_of(line: str) -> dict[str, Any] | None:
@@ -194,18 +170,6 @@ def fields_of(line: str) -> dict[str, Any] | None:
     return fields if is_ours and "\ufffd" not in line else None
 
 
-def rewind_table(path: pathlib.Path, last_step: int) -> None:
-    """Removes the rows of steps after `last_step`, and incomplete ones, from a CSV file."""
-    lines = lines_of(path)
-    steps = [line.partition(",")[0] for line in lines]
-    kept = [
-        line
-        for line, step in zip(lines[1:], steps[1:], strict=True)
-        if line.endswith("\n") and step.isdecimal() and int(step) <= last_step
-    ]
-    write_if_changed(path, lines, [*lines[:1], *kept])
-
-
 def stays(line: Mapping[str, Any], last_step: int, begun: int) -> bool:
     """Returns whether a line of `metrics.jsonl` stays when the run goes back to `last_step`.
 
@@ -219,22 +183,3 @@ def stays(line: Mapping[str, Any], last_step: int, begun: int) -> bool:
     if line["split"] == "recovery":
         return True
     return bool(line["step"] <= last_step and (line["step"] < begun or line["split"] not in SUMS))
-
-
-def append_row(path: pathlib.Path, row: Mapping[str, object]) -> None:
-    """Appends a row to a CSV file. A new column is empty in all earlier rows."""
-    rows, names = [row], list(row)
-    if path.exists():
-        with path.open(newline="") as file:
-            existing = csv.DictReader(file)
-            names = list(dict.fromkeys([*(existing.fieldnames or []), *row]))
-            if names == existing.fieldnames:
-                with path.open("a", newline="") as end:
-                    csv.DictWriter(end, names, lineterminator="\n").writerow(row)
-                return
-            rows = [*existing, row]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue())

@@ -54,7 +54,7 @@ def test_a_log_without_checkpoints(tmp_path):
         summary = trainer.train(slopes(1.0, 2.0), steps=2, global_batch=1)
         assert (summary.steps_run, summary.checkpoint) == (2, None)
         assert [path.name for path in tmp_path.glob("ckpt*")] == []
-        assert (tmp_path / "train.csv").read_text().count("\n") == 3
+        assert (tmp_path / "metrics.jsonl").read_text().count('"split": "train"') == 2
 
     Linear(**settings).train(slopes(1.0, 2.0), steps=1, global_batch=1)
     trainer = Linear(checkpoints=Checkpoints(enabled=False), **settings)

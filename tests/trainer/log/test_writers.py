@@ -1,6 +1,5 @@
 """The log files: the same numbers in each, and each step exactly once."""
 
-import csv
 import json
 import math
 
@@ -8,7 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import STEEP, overflowing
 
-from trainer.log.writers import RunWriters, append_row
+from trainer.log.writers import RunWriters
 
 
 def train(folder):
@@ -23,11 +22,6 @@ def json_lines(folder, split):
     """The lines of one split of a run's metrics.jsonl."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
-
-
-def csv_rows(path):
-    """The rows of a CSV file, as dicts of text."""
-    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def curves_of(folder):
@@ -45,10 +39,9 @@ def curves_of(folder):
 
 
 def test_all_files_hold_the_same_numbers(tmp_path):
-    """metrics.jsonl, CSV and TensorBoard have the same numbers, under the same names and steps."""
+    """metrics.jsonl and TensorBoard have the same numbers, under the same names and steps."""
     train(tmp_path)
     lines = json_lines(tmp_path, "train")
-    rows = csv_rows(tmp_path / "train.csv")
     curves = curves_of(tmp_path / "train")
     curves = {name: curve for name, curve in curves.items() if not name.startswith("skips/")}
 
@@ -59,31 +52,14 @@ def test_all_files_hold_the_same_numbers(tmp_path):
     for name, curve in curves.items():
         assert curve == {line["step"]: pytest.approx(line[name], rel=1e-6) for line in lines}
     assert set(lines[0]) - set(curves) == {"step", "split"}
-    for line, row in zip(lines, rows, strict=True):
-        del line["split"]
-        assert {name: float(value) if value else None for name, value in row.items()} == line
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
-    """JSON has no NaN, so it is null; the cell of the CSV file is empty."""
+    """JSON has no NaN, so it is null."""
     RunWriters(tmp_path).write_scalars("train", 1, {"loss": math.nan, "scale": 2.0})
     [line] = json_lines(tmp_path, "train")
-    [row] = csv_rows(tmp_path / "train.csv")
 
     assert line == {"step": 1, "split": "train", "loss": None, "scale": 2.0}
-    assert row == {"step": "1", "loss": "", "scale": "2.0"}
-
-
-def test_a_new_column_is_empty_in_earlier_rows(tmp_path):
-    """A metric that is added later becomes a column whose earlier cells are empty, and a value that
-    is missing from a later row is empty too.
-    """
-    path = tmp_path / "train.csv"
-    append_row(path, {"step": 4, "loss": 3.0})
-    append_row(path, {"step": 8, "loss": 1.0, "accuracy": 0.5})
-    append_row(path, {"step": 12, "accuracy": 0.75})
-
-    assert path.read_text() == "step,loss,accuracy\n4,3.0,\n8,1.0,0.5\n12,,0.75\n"
 
 
 def write_steps(folder, steps):
@@ -102,59 +78,48 @@ def test_rewinding_removes_later_steps(tmp_path):
     write_steps(tmp_path / "resumed", range(5, 9))
 
     assert [line["step"] for line in kept] == [1, 2, 3, 4]
-    for name in ("metrics.jsonl", "train.csv"):
-        whole, resumed = tmp_path / "whole" / name, tmp_path / "resumed" / name
-        assert whole.read_text() == resumed.read_text()
+    whole, resumed = (tmp_path / name / "metrics.jsonl" for name in ("whole", "resumed"))
+    assert whole.read_text() == resumed.read_text()
 
 
 def test_rewinding_removes_incomplete_lines(tmp_path):
     """Lines that a killed process left incomplete are removed, also if another one went on."""
     writers = write_steps(tmp_path, [1])
-    for name, end in (("metrics.jsonl", '{"step": 1, "spl'), ("train.csv", "1,0.")):
-        with (tmp_path / name).open("a") as file:
-            file.write(end)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "spl')
     writers.write_line({"step": 1, "split": "end"})
     writers.rewind(9)
 
     assert [line["step"] for line in json_lines(tmp_path, "train")] == [1]
     assert json_lines(tmp_path, "end") == []
-    assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n"
 
 
 def test_an_earlier_log_is_set_aside(tmp_path):
     """A run that begins anew in a folder keeps the log of the one before under other names, and its
     best models, which would compete with those of the new run.
     """
+    log = tmp_path / "metrics.jsonl"
     write_steps(tmp_path, [1, 2])
     (tmp_path / "best" / "step-9").mkdir(parents=True)
-    before = {name: (tmp_path / name).read_text() for name in ("metrics.jsonl", "train.csv")}
-    writers = RunWriters(tmp_path)
+    before, writers = log.read_text(), RunWriters(tmp_path)
 
-    names = ["previous-metrics.jsonl", "previous-train.csv", "previous-best"]
-    assert writers.set_aside() == names
+    assert writers.set_aside() == ["previous-metrics.jsonl", "previous-best"]
     assert writers.set_aside() == []
     assert (tmp_path / "previous-best" / "step-9").is_dir()
-    for name, text in before.items():
-        assert (tmp_path / f"previous-{name}").read_text() == text
-        assert not (tmp_path / name).exists()
+    assert (tmp_path / "previous-metrics.jsonl").read_text() == before
     write_steps(tmp_path, [7])
-    later = (tmp_path / "train.csv").read_text()
-
-    assert RunWriters(tmp_path).set_aside() == ["previous-2-metrics.jsonl", "previous-2-train.csv"]
-    assert (tmp_path / "previous-train.csv").read_text() == before["train.csv"]
-    assert (tmp_path / "previous-2-train.csv").read_text() == later
+    assert RunWriters(tmp_path).set_aside() == ["previous-2-metrics.jsonl"]
+    assert (tmp_path / "previous-metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize("odd", ["[1, 2]", "", '{"step": "x", "split": "train"}', "\xbe\0"])
 def test_damaged_lines_are_kept_aside_and_told(tmp_path, caplog, odd):
     """They end no run; they are moved beside the log, and the rest stays."""
     writers = write_steps(tmp_path, [1, 2, 3])
-    for name in ("metrics.jsonl", "train.csv"):
-        with (tmp_path / name).open("a", encoding="latin-1") as file:
-            file.write(f"{odd}\n")
+    with (tmp_path / "metrics.jsonl").open("a", encoding="latin-1") as file:
+        file.write(f"{odd}\n")
 
     assert [line["step"] for line in writers.rewind(2)] == [1, 2]
-    assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n2,0.5\n"
     assert len((tmp_path / "damaged-metrics.jsonl").read_text().splitlines()) == 1
     assert len(caplog.messages) == 1
     writers.rewind(2)

@@ -1,7 +1,5 @@
 """The outer loop: what happens between inner loops, and in which order."""
 
-import csv
-import io
 import json
 import re
 import shutil
@@ -163,18 +161,11 @@ def numbers_of_log(folder):
     timed = {"examples_per_second", "steps_per_second", "data_wait"}
     text = re.sub(r"(sequential|dense)_\d+", r"\1", (folder / "metrics.jsonl").read_text())
     lines = map(json.loads, text.splitlines())
-    logged = [
+    return [
         {name: value for name, value in line.items() if name not in timed}
         for line in lines
         if line["split"] not in {"run", "end"}
     ]
-    tables = [
-        [{n: v for n, v in row.items() if n not in timed} for row in csv.DictReader(file)]
-        for file in map(
-            io.StringIO, [(folder / f"{s}.csv").read_text() for s in ("train", "validation")]
-        )
-    ]
-    return logged, tables
 
 
 @pytest.mark.parametrize(
