@@ -182,7 +182,7 @@ class LossScaler(tf.Module):
             RuntimeError: if a scaled loss was not unscaled; with several replicas, if the scaler
                 was created outside the strategy's scope.
         """
-        finite, move = self.prepare_update(verdict)
+        finite, move = self._prepare_update(verdict)
         move()
         return finite
 
@@ -193,7 +193,7 @@ class LossScaler(tf.Module):
         """
         self._pending().clear()
 
-    def prepare_update(self, verdict: VerdictLike) -> tuple[tf.Tensor, Callable[[], None]]:
+    def _prepare_update(self, verdict: VerdictLike) -> tuple[tf.Tensor, Callable[[], None]]:
         """Does what `update` does, up to the point where the scale moves.
 
         Args:
@@ -392,7 +392,7 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
         )
     verdicts = [as_verdict(verdict) for verdict in verdicts]
     pairs = zip(scalers, verdicts, strict=True)
-    prepared = [scaler.prepare_update(verdict) for scaler, verdict in pairs]
+    prepared = [each._prepare_update(verdict) for each, verdict in pairs]  # noqa: SLF001 - its own
     for _, move in prepared:
         move()
     return tf.reduce_all([finite for finite, _ in prepared])

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
+from scaling.float8.cast import FORMATS, saturates
 from trainer.step.float8 import Float8Tensor
 from trainer.step.report import StepReport
 
@@ -35,6 +35,8 @@ def float8_line(steps: StepReport, tensors: Sequence[Float8Tensor]) -> dict[str,
         field[applied].mean(axis=0) if field.size else np.full(len(tensors), math.nan)
         for field in (steps.float8_saturated, steps.float8_flushed)
     ]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = amax / scale
     found = {
         each.name: {
             "format": each.form,
@@ -42,26 +44,12 @@ def float8_line(steps: StepReport, tensors: Sequence[Float8Tensor]) -> dict[str,
             "scale": number_or_none(scale[-1, at]),
             "saturated": number_or_none(shares[0][at]),
             "flushed": number_or_none(shares[1][at]),
-            "saturated_steps": int(saturates(amax[:, at], scale[:, at], each.form).sum()),
+            "saturated_steps": int(np.sum(saturates(ratio[:, at], FORMATS[each.form]))),
         }
         for at, each in enumerate(tensors)
         if scale[-1, at] > 0  # else no update has reached it
     }
     return {"step": int(steps.step[-1]), "split": SPLIT, "float8": found} if found else None
-
-
-def saturates(amax: np.ndarray, scale: np.ndarray, form: str) -> np.ndarray:
-    """Returns whether rounding alone does not bring the largest magnitudes into the format.
-
-    Example:
-        >>> saturates(np.float32([464.0, 466.0]), np.float32([1.0, 1.0]), "float8_e4m3fn").tolist()
-        [False, True]
-    """
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = amax / scale
-        cast = ratio.astype(getattr(tf.dtypes.experimental, form).as_numpy_dtype)
-    found: np.ndarray = ~np.isfinite(cast.astype(np.float32)) & ~np.isnan(ratio)
-    return found
 
 
 def number_or_none(value: np.floating[Any]) -> float | None:

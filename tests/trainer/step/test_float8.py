@@ -549,28 +549,6 @@ def test_shares_are_those_of_the_whole_batch(mirrored, replicas, parts):
         assert np.all(one.float8_amax > 0)
 
 
-@pytest.mark.thorough
-def test_the_scale_is_the_one_that_the_step_used():
-    """A scale that a step moves is the next step's."""
-    model = pair()
-    reports, _, plan = reports_of(model, [SPREAD, SPREAD])
-    assert float(reports[0].float8_scale[0]) == 2.0**-9
-    [own] = [each for each in plan.float8 if each.name == "stack/one/inputs"]
-    moved = own.rule.advance(own.rule.initial_state(), np.abs(SPREAD).max())
-    assert float(reports[1].float8_scale[0]) == float(moved.scale)
-    assert reports[0].float8_saturated.shape == [0]
-
-
-@pytest.mark.thorough
-def test_a_skipped_step_reports_what_it_met():
-    """An inf is reported as the largest magnitude of a step that was not applied."""
-    rows = SPREAD.copy()
-    rows[-1, 0] = np.inf
-    [report], _, _ = reports_of(pair(), [rows], record_gradients=True)
-    assert not bool(report.grads_finite)
-    assert float(report.float8_amax[0]) == np.inf
-
-
 class Player(keras.Model):
     """Two parts with a float8 layer each; the second part reads what the first puts out."""
 
@@ -645,13 +623,3 @@ def test_what_cannot_be_counted_is_nan():
     assert float(report.float8_amax[0]) == np.abs(SPREAD).max()
     for before, after in zip(*found, strict=True):
         np.testing.assert_array_equal(before, after)
-
-
-def test_a_model_without_float8_has_empty_fields():
-    """A report of another model has no room for them."""
-    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(1)])
-    [report], _, plan = reports_of(
-        model, [SPREAD], record_gradients=True, rule=scaling.NoLossScale()
-    )
-    assert plan.float8 == ()
-    assert [getattr(report, name).shape for name in FIELDS] == [(0,)] * 4

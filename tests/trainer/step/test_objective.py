@@ -444,55 +444,6 @@ def test_turns_of_an_unknown_optimizer_are_refused():
         objectives_of(Pair(), build_optimizers(), {"critic": 5})
 
 
-@pytest.mark.slow
-def test_other_losses_are_ignored():
-    """A loss without an optimizer of its name moves nothing."""
-
-    class More(Duel):
-        def compute_loss(self, batch, training):
-            losses = super().compute_loss(batch, training)
-            return losses | {"other": losses["generator"] * np.inf}
-
-    more, just = More(seed=3, verbose=False), Duel(seed=3, verbose=False)
-    for trainer in (more, just):
-        assert all(report.grads_finite for report in attempt(trainer, batches()[:2]))
-
-    assert largest_difference(more.model.get_weights(), just.model.get_weights()) == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("alternate", [False, True])
-def test_a_part_may_be_called_loss(alternate):
-    """A part can be called "loss"; no name is reserved."""
-
-    class Named(Duel):
-        def build_model(self):
-            model = tf.Module()
-            for name in ("loss", "other"):
-                part = tf.Module()
-                part.weight = tf.Variable(1.0)
-                setattr(model, name, part)
-            return model
-
-        def build_optimizer(self):
-            return {name: keras.optimizers.SGD(1.0) for name in ("loss", "other")}
-
-        def compute_loss(self, batch, training):
-            del training
-            ones = tf.ones(tf.shape(tf.nest.flatten(batch)[0])[:1])
-            return {
-                "loss": ones * self.model.loss.weight,
-                "other": 3 * ones * self.model.other.weight,
-            }
-
-    trainer = Named(updates=Updates(alternate_optimizers=alternate), verbose=False)
-    [report] = attempt(trainer, batches()[:1])
-
-    assert report.grads_finite
-    assert trainer.model.loss.weight.numpy() == pytest.approx(0.0, abs=1e-6)
-    assert trainer.model.other.weight.numpy() == pytest.approx(-2.0)
-
-
 class Rates(Trainer):
     """Two layers with a learning rate each, and one loss for both."""
 
