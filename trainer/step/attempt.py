@@ -395,7 +395,9 @@ def replica_step(
         plan: the run's constants.
     """
     if plan.strategy.num_replicas_in_sync > 1:  # sums are computed where their terms are
-        local = tf.nest.map_structure(tf.identity, local, expand_composites=True)
+        local = tf.nest.map_structure(
+            lambda leaf: leaf if leaf is None else tf.identity(leaf), local, expand_composites=True
+        )
     reduced = sum_over_replicas(
         local, inputs.share, plan.updates.reduce_dtype, plan.updates.reduce_bucket_bytes
     )
