@@ -74,7 +74,17 @@ class HoldBack(keras.StatelessScope):
         if not self._records(variable):
             assign_now(variable, value)
             return
-        check_place(variable, inner_graphs(self._graph))
+        inner = inner_graphs(self._graph)
+        if is_seed_state(variable) and inner - {"condition"}:  # a branch runs at most once
+            raise ValueError(
+                "`compute_loss` must not draw in a loop of the graph or a tf.function, where each "
+                f"iteration draws the same numbers; got {variable.path!r}: unroll the loop"
+            )
+        if inner and not is_seed_state(variable):
+            raise ValueError(
+                "`compute_loss` must not assign Keras variables in a loop, a condition or a "
+                f"tf.function of its own; got {variable.path!r}"
+            )
         if casts_variables() and variable.dtype in ("float16", "bfloat16"):
             self._cast.add(id(variable))
         if value.dtype.is_floating:
@@ -120,32 +130,6 @@ def assign_now(variable: keras.Variable, value: tf.Tensor) -> None:
             f"`compute_loss` must not update metrics; got {variable.path!r}: use update_metrics()"
         )
     uncast_variable(variable).assign(value)
-
-
-def check_place(variable: keras.Variable, inner: set[str]) -> None:
-    """Raises ValueError for an assignment whose value cannot leave the graph where it is made.
-
-    Args:
-        variable: the variable that is assigned.
-        inner: the result of `inner_graphs`.
-    """
-    if is_seed_state(variable):
-        if inner - {"condition"}:  # a branch runs at most once
-            raise ValueError(
-                "`compute_loss` must not draw from a seed generator in a loop of the graph or in a "
-                f"tf.function of its own; got {variable.path!r}, for example of a Dropout layer in "
-                "the cell of an RNN. Every iteration, or call, would draw the same numbers. Draw "
-                "outside, unroll the loop (RNN(..., unroll=True)), leave out @tf.function, or draw "
-                "from a tf.random.Generator that the model holds."
-            )
-    elif inner:
-        raise ValueError(
-            "`compute_loss` must not assign Keras variables in a loop, a condition or a "
-            f"tf.function of its own; got an assignment to {variable.path!r}. The new value would "
-            "exist only there, and it is held back until the step is known to be finite. Assign it "
-            "outside, for example with keras.ops.where, unroll the loop (RNN(..., unroll=True)), "
-            "or leave out @tf.function."
-        )
 
 
 def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable]:

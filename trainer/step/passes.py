@@ -113,6 +113,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         }
     sources = [inputs.values.get(str(at), variable) for at, variable in enumerate(weights)]
     found: dict[int, Gradient] = {}
+    untrained: set[str] = set()
     counts: Counts = {}
     outside |= watched_outside(tape, plan)
     for objective in plan.objectives:
@@ -121,12 +122,12 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         with recomputing(passed, inputs.values, inputs.keys, plan):
             asked = (wanted, watched, outside)
             each, counted, others = tape.gradient(scaled[objective.name], asked)
-        check_some_gradient(each)
-        warn_of_untrained(others)
-        check_given_weights(objective.positions, each, inputs.values, plan)
+        if all(gradient is None for gradient in each):
+            raise ValueError("`compute_loss` must depend on a trainable variable; got no gradient")
+        untrained |= {name for name, gradient in others.items() if gradient is not None}
         found |= dict(zip(objective.positions, each, strict=True))
         counts |= counted
-    warn_without_gradient(found, plan)
+    warn_of_gradients(found, sorted(untrained), plan)
     gradients, replaced = split_replaced(found, plan)
     loss, casts = tf.add_n(distinct(losses.values())), gathered_counts(counts, share, plan.float8)
     contribution = Contribution(gradients, loss, regularization_loss, casts)
@@ -260,16 +261,6 @@ def find_nonfinite(
     )
 
 
-def check_some_gradient(gradients: list[Gradient]) -> None:
-    """Raises ValueError if a loss does not depend on any variable that it trains."""
-    if all(gradient is None for gradient in gradients):
-        raise ValueError(
-            "`compute_loss` must depend on a trainable variable; got None for every gradient. "
-            "There is nothing to update. Compute the losses from the model's output, without "
-            "tf.stop_gradient or NumPy in between."
-        )
-
-
 def values_outside(values: Values, plan: MicrobatchPlan) -> Values:
     """Returns given values of trainable Keras variables that are not the model's, by name."""
     known = {id(variable) for variable in plan.model.variables}
@@ -289,50 +280,27 @@ def watched_outside(tape: tf.GradientTape, plan: MicrobatchPlan) -> dict[str, tf
     return {each.name: each for each in tape.watched_variables() if id(each) not in known}
 
 
-def warn_of_untrained(gradients: dict[str, Gradient]) -> None:
-    """Names variables that are not the model's and that the loss depends on."""
-    names = [name for name, gradient in gradients.items() if gradient is not None]
-    if names:
+def warn_of_gradients(
+    found: dict[int, Gradient], untrained: Sequence[str], plan: MicrobatchPlan
+) -> None:
+    """Names what the loss depends on and nobody trains, and what it trains and does not depend on.
+
+    Args:
+        found: the gradients of trainable variables, keyed by position.
+        untrained: names of variables that are not the model's and have a gradient.
+        plan: the constants of the pass.
+    """
+    if untrained:
         warn_once(
-            f"The loss depends on {listed(names)}, which no optimizer updates: only variables of "
-            "the model are trained. Make them attributes of the model, or set trainable=False."
+            f"The loss depends on {listed(untrained)}, which no optimizer updates: only variables "
+            "of the model are trained. Make them attributes of the model, or set trainable=False."
         )
-
-
-def warn_without_gradient(found: dict[int, Gradient], plan: MicrobatchPlan) -> None:
-    """Names trainable variables on which the loss does not depend."""
     weights = [plan.weights[position] for position in found if found[position] is None]
-    names = [name_of_variable(variable) for variable in weights]
-    if names:
+    if names := [name_of_variable(variable) for variable in weights]:
         warn_once(
             f"No gradient reaches {listed(names)}, so training does not change it. Set "
             "trainable=False if that is intended."
         )
-
-
-def check_given_weights(
-    positions: Sequence[int], gradients: list[Gradient], values: Values, plan: MicrobatchPlan
-) -> None:
-    """Raises ValueError if a weight whose value the pass was given has no gradient.
-
-    A rematerialized layer, and a custom gradient, have gradients for variables and arguments only.
-
-    Args:
-        positions: positions of the weights in `model.trainable_variables`.
-        gradients: their gradients.
-        values: the values that the pass was given.
-        plan: the constants of the pass.
-    """
-    for position, gradient in zip(positions, gradients, strict=True):
-        if gradient is None and str(position) in values:
-            variable = plan.weights[position]
-            name = name_of_variable(variable)
-            raise ValueError(
-                "`jit_compile` must not be True under parameter servers if a trainable variable "
-                f"has no gradient; got {name!r}. A compiled pass is given the weights as values, "
-                "and for those a rematerialized layer or a custom gradient has none. Leave out "
-                "jit_compile=True; or, if the loss does not need the variable, freeze its layer."
-            )
 
 
 def as_dense(gradient: Gradient) -> tf.Tensor | None:
@@ -401,24 +369,13 @@ def call_loss(batch: Batch, plan: MicrobatchPlan) -> Any:
     """Returns what `compute_loss` returns.
 
     Raises:
-        ValueError: if it freezes or unfreezes layers.
-        RuntimeError: if replicas would have to meet in the middle of a compiled pass.
+        ValueError: if it freezes or unfreezes layers: a gradient would go to another variable.
     """
-    try:
-        result = call_user(plan.compute_loss, batch, training=True)
-    except RuntimeError as error:
-        if "merge_call" not in str(error):
-            raise
-        raise RuntimeError(
-            "`compute_loss` must not call all_reduce or another collective of TensorFlow: use "
-            'self.all_gather, with reduction="global".'
-        ) from error
+    result = call_user(plan.compute_loss, batch, training=True)
     if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
         raise ValueError(
-            "`compute_loss` must leave `trainable` of the layers as it is; got another value for "
-            f"{shown(names)}. A step updates the variables that were trainable before it. Freeze "
-            "or unfreeze layers between two calls of train. To train parts of a model by losses of "
-            "their own, as in a GAN, return a dict of losses, and build a dict of optimizers."
+            f"`compute_loss` must not freeze or unfreeze layers; got {shown(names)}: return a dict "
+            "of losses, and build a dict of optimizers"
         )
     return result
 
@@ -461,19 +418,13 @@ def recomputing(
             continue
         if is_seed_state(variable) and again:
             raise ValueError(
-                "`model` must draw only once from a random generator that a rematerialized layer "
-                f"uses; got {len(before)} draws from {variable.path!r}. When the layer is computed "
-                "again in the backward pass, it would draw other numbers than in the forward pass. "
-                "Give each random layer a generator of its own, call it once, or do not "
-                "rematerialize it."
+                "`model` must draw once from a random generator of a rematerialized layer; got "
+                f"{len(before)} draws from {variable.path!r}"
             )
         if any_depends([*passed.losses.values(), *passed.added], before):
             raise ValueError(
-                "`model` must assign a variable at most once in a forward pass, and in the layer "
-                f"itself, if a rematerialized layer reads it; got {len(before)} assignments of "
-                f"{variable.path!r}. When the layer is computed again in the backward pass, it "
-                "would read another value than in the forward pass. Call it once, with all inputs "
-                "in one batch, or do not rematerialize it."
+                "`model` must assign a variable of a rematerialized layer at most once; got "
+                f"{len(before)} assignments of {variable.path!r}"
             )
 
 

@@ -1,6 +1,5 @@
 """The microbatches of a share, one after the other."""
 
-import keras
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,19 +9,13 @@ from plans import Pair, keras_model, pass_inputs_of, plan_of
 import strategies
 from trainer.step.accumulate import (
     accumulate,
-    any_rows,
     as_int32,
     from_int32,
     integers_of_first,
     lowest,
     maxima,
-    microbatch_inputs,
-    present,
-    real_rows,
     sum_over_replicas,
     sums_and_first,
-    with_missing,
-    zeros_like_spec,
 )
 from trainer.step.types import Contribution, Microbatch, NonfiniteFlags
 
@@ -116,19 +109,6 @@ def test_a_missing_gradient_stays_missing():
     assert (float(first), second) == (2.0, None)
 
 
-def test_microbatch_inputs():
-    """A microbatch has its part of the examples, its own keys, and the given values."""
-    plan = plan_of(keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]))
-    inputs = pass_inputs_of(plan, tf.constant([[1.0], [2.0], [3.0]]), parts=2)
-    keys = tf.reshape(tf.range(4, dtype=tf.int64), [2, 1, 2])
-    second = microbatch_inputs(inputs._replace(keys=keys), 1)
-
-    assert second.share.batch.numpy().tolist() == [[3.0]]
-    assert second.keys.numpy().tolist() == [[2, 3]]
-    assert second.values is inputs.values
-    assert second.global_batch is inputs.global_batch
-
-
 def test_the_first_microbatch_gives_the_integers():
     """A counter has no mean: it takes the first microbatch's value, and floats are summed."""
     total = {"0": tf.constant(7), "1": tf.constant(0.5)}
@@ -146,31 +126,6 @@ def test_an_empty_share_has_no_maximum(examples, expected):
 
     assert maxima(highest, new, share)["0"].numpy().tolist() == expected
     assert float(lowest(tf.TensorSpec([], tf.float32))) == tf.float32.min
-
-
-@pytest.mark.parametrize("examples", [0, 1])
-def test_the_row_of_an_empty_share_is_dropped(examples):
-    """An empty share has one placeholder row, which is cut off."""
-    share = strategies.Share((), (), tf.constant(examples))
-    found = real_rows({"a": tf.zeros([1, 2])}, share)
-
-    assert found["a"].shape == [examples, 2]
-
-
-def test_missing_gradients_are_left_out_and_put_back():
-    """What `present` leaves out, `with_missing` returns to their places."""
-    gradients = [None, tf.constant(1.0), None, tf.constant(2.0)]
-    whole = Contribution(gradients, tf.constant(0.0), tf.constant(0.0))
-    left = present(whole)
-
-    assert len(left.gradients) == 2
-    assert with_missing(left, whole).gradients == gradients
-
-
-def test_any_rows():
-    """Only the first dimension is open."""
-    assert any_rows(tf.TensorSpec([3, 2])).as_list() == [None, 2]
-    assert zeros_like_spec(tf.TensorSpec([2], tf.float64)).numpy().tolist() == [0.0, 0.0]
 
 
 def reduced(strategy, on_replicas, local_of):
@@ -385,10 +340,3 @@ def test_what_half_precision_computed_is_sent_without_loss(mirrored, on_replicas
     rows = [[1.0 + 2.0**-10, 2.0**-24, 65504.0, 1.0 + 2.0**-12], [0.0, 0.0, 0.0, 0.0]]
     for dense, *_ in sums_in("float16", mirrored(2), on_replicas, rows):
         assert dense.numpy().tolist() == [1.0 + 2.0**-10, 2.0**-24, 65504.0, 1.0]
-
-
-def test_one_replica_sums_nothing(on_replicas):
-    """With one replica, `reduce_dtype` has no effect: gradients keep their bits."""
-    rows = [[1.0 + 2.0**-20, 1e-30, 3e38]]
-    [(dense, *_)] = sums_in("float16", tf.distribute.get_strategy(), on_replicas, rows)
-    assert dense.numpy().tolist() == tf.constant(rows[0]).numpy().tolist()

@@ -32,12 +32,11 @@ from trainer.step.attempt import (
     combined,
     diagnosed,
     gradients_in_branch,
-    on_first_replica,
     replica_step,
     run_share,
 )
 from trainer.step.diagnose import Evidence, NonfiniteTable
-from trainer.step.report import Outcome, outcome_spec
+from trainer.step.report import outcome_spec
 from trainer.step.types import GlobalBatchSize, StepInputs
 
 pytestmark = pytest.mark.sampled
@@ -1086,19 +1085,6 @@ def test_the_variable_is_named_by_its_position_in_the_model():
         assert (int(found.inf_count), int(found.nan_count), bool(no_inf)) == (1, 0, False)
 
 
-def test_no_variable_stays_no_variable():
-    """A bad loss names no variable."""
-    plan = plan_of(Pair())
-    table = NonfiniteTable(tf.ones([1]), tf.constant([[0.0, 3.0]]), tf.zeros([1]))
-    good = [tf.constant(1.0), tf.constant(1.0)]
-    evidence = Evidence(table, tf.constant(value=True), good)
-    result = ReplicaResult(outcome(), evidence, [], {}, (), ())
-    found, _ = diagnosed(result, plan.groups[0], scaling.NoLossScale().initial_state(), plan)
-
-    assert Cause(int(found.cause)) is Cause.FORWARD
-    assert (int(found.bad_variable), int(found.nan_count)) == (-1, 3)
-
-
 def test_outcomes_of_groups_are_combined():
     """Losses, counts and underflow add up, norms as the norm of both, and the largest magnitude counts;
     the verdict and the cause are those of the later groups.
@@ -1131,28 +1117,6 @@ def test_a_repeated_group_reports_its_last_update():
     found = combined(first, later, repeated=True)
 
     assert [float(found.loss), float(found.max_magnitude)] == [2, 8]
-
-
-def test_an_unmeasured_magnitude_stays_unmeasured():
-    """NaN stands for a magnitude that was not measured, also in the combined outcome."""
-    unmeasured = outcome(max_magnitude=math.nan)
-
-    assert np.isnan(combined(unmeasured, unmeasured).max_magnitude)
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_on_first_replica(mirrored, replicas):
-    """The first replica's values are taken, in the same structure."""
-    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
-
-    def replica():
-        index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        number = tf.cast(tf.convert_to_tensor(index), tf.float32)
-        return Outcome(*[number + place for place, _ in enumerate(Outcome._fields)])
-
-    found = tf.function(lambda: on_first_replica(strategy.run(replica), strategy))()
-
-    assert [float(field) for field in found] == list(range(len(Outcome._fields)))
 
 
 @pytest.mark.parametrize("finite", [True, False])

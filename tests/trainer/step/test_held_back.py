@@ -121,19 +121,8 @@ def in_a_cell(inner, *, unroll=False):
 @pytest.mark.parametrize("make", [in_a_cell, Function])
 def test_a_draw_that_would_be_repeated_is_refused(make):
     """Dropout would have one mask for all time steps, and for all calls of a function."""
-    with pytest.raises(ValueError, match="draw") as refused:
+    with pytest.raises(ValueError, match="draw"):
         outputs_of(make(keras.layers.Dropout(0.5)))
-
-    start, end = str(refused.value).split("seed_generator_state'")  # Keras adds the layer's call
-    assert (
-        "`compute_loss` must not draw from a seed generator in a loop of the graph or in a "
-        "tf.function of its own; got '"
-    ) in start
-    assert end.startswith(
-        ", for example of a Dropout layer in the cell of an RNN. Every iteration, or call, would "
-        "draw the same numbers. Draw outside, unroll the loop (RNN(..., unroll=True)), leave out "
-        "@tf.function, or draw from a tf.random.Generator that the model holds."
-    )
 
 
 @pytest.mark.parametrize(
@@ -147,19 +136,8 @@ def test_a_draw_that_happens_once_is_a_draw(make):
 @pytest.mark.parametrize("make", [in_a_cell, Branch, Function])
 def test_an_assignment_in_an_inner_graph_is_refused(make):
     """The value would exist in the loop's body, the branch or the function only."""
-    with pytest.raises(ValueError, match="assign") as refused:
+    with pytest.raises(ValueError, match="assign"):
         outputs_of(make(keras.layers.BatchNormalization(name="norm")))
-
-    start, end = str(refused.value).split("norm/moving_mean'")
-    assert (
-        "`compute_loss` must not assign Keras variables in a loop, a condition or a tf.function of "
-        "its own; got an assignment to '"
-    ) in start
-    assert end.startswith(
-        ". The new value would exist only there, and it is held back until the step is known to be "
-        "finite. Assign it outside, for example with keras.ops.where, unroll the loop "
-        "(RNN(..., unroll=True)), or leave out @tf.function."
-    )
 
 
 def test_weights_come_first_and_seeds_are_left_out():

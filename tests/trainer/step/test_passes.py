@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import re
 import types
 
 import access
@@ -19,8 +18,6 @@ from plans import Pair, keras_model, pass_inputs_of, plan_of
 from trainer import Losses, Monitoring, Trainer
 from trainer.base.warn_once import warn_once
 from trainer.step.passes import (
-    as_dense,
-    check_some_gradient,
     find_nonfinite,
     forward,
     fused_batch_norm,
@@ -126,19 +123,10 @@ def test_a_bad_regularizer_is_a_bad_loss():
 
 def test_a_loss_that_reaches_no_variable_is_refused():
     """If every gradient is missing there is nothing to train; one gradient is enough."""
-    check_some_gradient([None, tf.constant(1.0)])
-    with pytest.raises(
-        ValueError, match="must depend on a trainable variable; got None for every gradient"
-    ):
-        check_some_gradient([None, None])
-
-
-def test_as_dense():
-    """Repeated rows are summed, and a missing gradient stays missing."""
-    sparse = tf.IndexedSlices(tf.constant([1.0, 2.0]), tf.constant([1, 1]), tf.constant([3]))
-
-    assert as_dense(None) is None
-    np.testing.assert_array_equal(as_dense(sparse), [0.0, 3.0, 0.0])
+    model = Pair()
+    plan = plan_of(model, lambda batch, **_: batch)
+    with pytest.raises(ValueError, match="`compute_loss`"):
+        differentiated(plan, tf.constant([1.0]))
 
 
 def test_a_gradient_has_the_shape_of_its_variable():
@@ -154,45 +142,6 @@ def test_a_gradient_has_the_shape_of_its_variable():
         return found
 
     assert shape_of(tf.ones([2, 3])).shape == [2, 3]
-
-
-class Remat(keras.layers.Layer):
-    """A dense layer that is computed again in the backward pass."""
-
-    def build(self, shape):
-        """Builds the inner layer."""
-        self.inner = keras.layers.Dense(2, name="inner")
-        self.inner.build(shape)
-
-    def call(self, inputs):
-        """Rematerializes it."""
-        return keras.remat(self.inner)(inputs)
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_a_weight_that_a_pass_is_given_has_a_gradient(monkeypatch, given):
-    """L19: as under parameter servers with jit_compile=True, the gradients would be lost."""
-
-    def all_positions(plan):
-        return [str(place) for place in range(len(plan.held_back))]
-
-    if given:
-        monkeypatch.setattr("trainer.step.attempt.positions_by_value", all_positions)
-    trainer = Trainer(
-        model=lambda: keras.Sequential([keras.Input([2]), Remat(), keras.layers.Dense(1)]),
-        optimizer="sgd",
-        loss_fn="mse",
-        jit_compile=False,
-        monitoring=Monitoring(check_gradients=False),
-        verbose=False,
-    )
-    x = np.ones([4, 2], np.float32)
-    if not given:
-        assert trainer.train((x, x[:, :1]), steps=1, global_batch=4).totals.applied == 1
-        return
-    with pytest.raises(ValueError, match="has no gradient") as error:
-        trainer.train((x, x[:, :1]), steps=1, global_batch=4)
-    assert "inner/kernel" in str(error.value)
 
 
 @pytest.mark.thorough
@@ -316,28 +265,6 @@ def test_the_given_values_are_used():
     assert doubled.losses[""].numpy().tolist() == [6.0, 16.0, 6.0]
 
 
-def test_model_losses_are_returned():
-    """A regularizer's loss is returned beside the losses of the examples."""
-    layer = keras.layers.Dense(
-        1, use_bias=False, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5)
-    )
-    passed = run(plan_of(keras.Sequential([keras.Input([2]), layer])))
-
-    assert [float(loss) for loss in passed.added] == [1.0]
-
-
-def test_a_module_gives_losses_alone():
-    """A module has no losses of its own, and nothing of it is held back."""
-    model = Pair()
-    plan = plan_of(model)
-    batch = tf.constant([1.0, 2.0])
-    inputs = pass_inputs_of(plan, batch)
-    passed = forward(batch, inputs.values, inputs.keys, constants_of(plan))
-
-    assert passed.losses[""].numpy().tolist() == [5.0, 10.0]
-    assert (passed.added, passed.after, passed.aux) == ([], {}, ())
-
-
 def test_keys_decide_what_a_model_draws():
     """Dropout draws from the key that it is given: the same key gives the same mask."""
     plan = plan_of(keras_model())
@@ -349,17 +276,6 @@ def test_keys_decide_what_a_model_draws():
     ]
 
     assert losses[0] == losses[1] != losses[2]
-
-
-def test_only_what_changed_is_written():
-    """`written_by` returns the values that were replaced, by their position as a string."""
-    old, new = tf.constant(1.0), tf.constant(2.0)
-
-    assert written_by({"0": old, "1": old}, {"0": old, "1": new, "2": new}) == {
-        "1": new,
-        "2": new,
-    }
-    assert written_by({}, {}) == {}
 
 
 class Shrinking(keras.layers.Layer):
@@ -488,14 +404,14 @@ class Freezing(Trainer):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("outside", "inside", "names"),
+    ("outside", "inside"),
     [
-        ((True, True), (False, True), ["a/bias", "a/kernel"]),
-        ((False, True), (True, True), ["a/bias", "a/kernel"]),
-        ((False, True), (True, False), ["a/bias", "a/kernel", "b/bias", "b/kernel"]),
+        ((True, True), (False, True)),
+        ((False, True), (True, True)),
+        ((False, True), (True, False)),
     ],
 )
-def test_a_loss_that_freezes_or_unfreezes_is_refused(outside, inside, names):
+def test_a_loss_that_freezes_or_unfreezes_is_refused(outside, inside):
     """Otherwise the gradient of one layer would be applied to another one."""
     trainer = Freezing(optimizer="sgd", jit_compile=False, verbose=False)
     trainer.train(np.ones([4, 2], np.float32), steps=1, global_batch=4)
@@ -503,16 +419,9 @@ def test_a_loss_that_freezes_or_unfreezes_is_refused(outside, inside, names):
         layer.trainable = on
     trainer.inside = inside
     before = [variable.numpy().tolist() for variable in trainer.model.variables]
-    with pytest.raises(ValueError, match="must leave `trainable`") as error:
+    with pytest.raises(ValueError, match=r"`compute_loss`.*a/kernel"):
         trainer.train(np.ones([4, 2], np.float32), steps=2, global_batch=4)
 
-    found = str(error.value)
-    assert re.sub(r"sequential(_\d+)?/", "", found) == (
-        "`compute_loss` must leave `trainable` of the layers as it is; got another value for "
-        f"{names}. A step updates the variables that were trainable before it. Freeze or unfreeze "
-        "layers between two calls of train. To train parts of a model by losses of their own, as "
-        "in a GAN, return a dict of losses, and build a dict of optimizers."
-    )
     assert [variable.numpy().tolist() for variable in trainer.model.variables] == before
 
 
@@ -597,15 +506,8 @@ def test_a_rematerialized_layer_reads_what_it_has_read(inner, calls, check_gradi
 @pytest.mark.parametrize("check_gradients", [False, True])
 def test_a_rematerialized_layer_that_could_not_is_refused(check_gradients):
     """The second call's result depends on what the first one has assigned."""
-    with pytest.raises(ValueError, match="must assign a variable at most once") as error:
+    with pytest.raises(ValueError, match=r"`model`.*gain"):
         weights_after_a_step(Doubling, 2, rematerialized=True, check_gradients=check_gradients)
-
-    assert re.sub(r"'sequential.*gain'", "'gain'", str(error.value)) == (
-        "`model` must assign a variable at most once in a forward pass, and in the layer itself, "
-        "if a rematerialized layer reads it; got 2 assignments of 'gain'. When the layer is "
-        "computed again in the backward pass, it would read another value than in the forward "
-        "pass. Call it once, with all inputs in one batch, or do not rematerialize it."
-    )
 
 
 @pytest.mark.thorough
@@ -615,51 +517,6 @@ def test_a_loss_that_is_added_in_a_rematerialized_layer_is_refused():
     assert weights_after_a_step(penalized, 1, rematerialized=False)
     with pytest.raises(ValueError, match="`model`"):
         weights_after_a_step(penalized, 1, rematerialized=True)
-
-
-class Centered(keras.layers.Layer):
-    """Takes off the mean over all replicas."""
-
-    def call(self, x):
-        """Returns what is left."""
-        context = tf.distribute.get_replica_context()
-        if context is None:  # while the model is built
-            return x
-        return x - context.all_reduce("mean", tf.reduce_mean(x, axis=0, keepdims=True))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "place",
-    ["loss", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("layer", "condition"))],
-)
-def test_a_collective_in_the_loss_is_refused(mirrored, place):
-    """TensorFlow's error says nothing of `all_gather`; on one replica there is nothing to refuse."""
-
-    class Own(Trainer):
-        def build_model(self):
-            layers = [Centered()] if place == "layer" else []
-            return keras.Sequential([keras.Input([2]), *layers, keras.layers.Dense(1)])
-
-        def compute_loss(self, batch, training):
-            outputs = self.model(batch, training=training)[:, 0]
-            if place == "loss":
-                outputs = Centered()(outputs[:, None])[:, 0]
-            if place == "condition":
-                rows = self.all_gather(outputs)
-                outputs = tf.cond(rows[0] > 0, lambda: Centered()(outputs), lambda: outputs)
-            return tf.reduce_mean(outputs**2) if place == "condition" else outputs**2
-
-    def train(strategy):
-        reduction = "global" if place == "condition" else "mean"
-        trainer = Own(
-            optimizer="sgd", losses=Losses(reduction=reduction), strategy=strategy, verbose=False
-        )
-        return trainer.train(np.eye(4, 2, dtype=np.float32), steps=1, global_batch=4)
-
-    with pytest.raises(RuntimeError, match=r"`compute_loss`.*all_gather"):
-        train(mirrored(2))
-    assert train("default").totals.applied == 1
 
 
 IDS = np.arange(300, 308, dtype=np.int32)[:, None]

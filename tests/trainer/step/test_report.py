@@ -20,7 +20,6 @@ from trainer.step.report import (
     outcome_spec,
     packed,
     report_spec,
-    step_of,
     unpacked,
 )
 from trainer.step.types import Rows
@@ -99,13 +98,6 @@ def test_recorded_fields_have_rows_only_if_asked_for(recorded):
     assert spec.underflow.shape == [recorded]
     assert (spec.magnitude_counts.shape[0] > 0) == bool(recorded)
     assert all(tf.TensorShape([]) == field.shape for field in spec[:10])
-
-
-def test_step_of():
-    """One report is taken out of those of many steps."""
-    steps = StepReport(*(np.arange(4) + place for place, _ in enumerate(StepReport._fields)))
-
-    assert list(step_of(steps, 2)) == [2 + place for place, _ in enumerate(StepReport._fields)]
 
 
 @given(data=st.data(), recorded=st.sampled_from([0, 1, 3]), float8=st.sampled_from([0, 2]))

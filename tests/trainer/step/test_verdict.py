@@ -27,9 +27,7 @@ from scaling.telemetry.simulate_rules import best_fixed_scale, compare, simulate
 from trainer import Checkpoints, Monitoring, Updates
 from trainer.step.verdict import (
     clip,
-    count_nonfinite,
     global_norm,
-    gradient_values,
     half_squared_norm,
     half_squared_norm_in_rows,
     judge,
@@ -283,16 +281,6 @@ SPARSE = tf.IndexedSlices(tf.constant([[3.0, 4.0]]), tf.constant([1]), tf.consta
 
 @pytest.mark.parametrize(
     ("gradient", "expected"),
-    [(None, []), (tf.constant([1.0, 2.0]), [1.0, 2.0]), (SPARSE, [[3.0, 4.0]])],
-    ids=["missing", "dense", "sparse"],
-)
-def test_gradient_values(gradient, expected):
-    """A missing gradient has no values, and a sparse one has those of its rows."""
-    assert gradient_values(gradient).numpy().tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("gradient", "expected"),
     [
         (None, 0.0),
         (tf.constant([3.0, 4.0]), 12.5),
@@ -333,15 +321,6 @@ def test_gradients_without_a_known_size_are_added_in_one_sum():
 
     assert [float(half_squared_norm_in_rows(each)) for each in (None, SPARSE)] == [0.0, 12.5]
     assert float(unknown(tf.ones([3000, 2]))) == 3000.0
-
-
-def test_count_nonfinite():
-    """inf, of either sign, and NaN are counted separately, in any shape."""
-    values = tf.constant([[np.inf, -np.inf, 1.0], [np.nan, 0.0, np.inf]])
-
-    assert count_nonfinite(values).numpy().tolist() == [3, 1]
-    assert count_nonfinite(tf.zeros([0])).numpy().tolist() == [0, 0]
-    assert count_nonfinite(tf.constant([1, 2])).numpy().tolist() == [0, 0]  # a trainable count
 
 
 NORMS = [0.0, 1.0, float(np.finfo(np.float32).max), math.inf, math.nan]
