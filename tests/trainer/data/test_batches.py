@@ -1,14 +1,12 @@
 """The data that a trainer accepts: datasets, functions and arrays give the same batches."""
 
 import itertools
-import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
-import strategies
 from trainer import Monitoring
 from trainer.data.batches import ArrayCopies, batches, same_data, shuffled_indices
 
@@ -133,9 +131,8 @@ def test_batches_of_one_size_say_it(structure, read_by_python):
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize(("global_batch", "size"), [(3, 3), (6, 6), (9, 6), (4, None)])
-def test_arrays_that_divide_evenly_say_their_size(monkeypatch, seed, global_batch, size):
-    """Where replicas exchange one shape. Nothing is dropped: else the size stays open."""
-    monkeypatch.setattr(strategies, "capabilities", lambda _: types.SimpleNamespace(one_shape=True))
+def test_arrays_that_divide_evenly_say_their_size(seed, global_batch, size):
+    """Nothing is dropped: else the size stays open."""
     rows = np.arange(6)
     found = batches(rows, "data", tf.distribute.get_strategy(), global_batch, seed)
 
