@@ -264,8 +264,7 @@ def part_of_mean(loss: tf.Tensor, share: strategies.Share, size: GlobalBatchSize
         share: the replica's examples; an empty share has no part, even if its loss is NaN.
         size: the size of the global batch.
     """
-    fraction = tf.cast(share.examples, tf.float32) / tf.cast(size.examples, tf.float32)
-    return tf.math.multiply_no_nan(loss, fraction)
+    return tf.math.multiply_no_nan(loss, size.fraction(share))
 
 
 LOSS_REDUCTIONS = ("mean", "global")

@@ -245,7 +245,7 @@ def added_loss(
         share: the examples and their weights.
         size: the size of the global batch.
     """
-    fraction = tf.cast(share.examples / size.examples, tf.float32)
+    fraction = size.fraction(share)
     total = tf.constant(0.0)
     for entry in entries:
         value = tf.cast(entry, tf.float32)  # before the sum, which overflows float16

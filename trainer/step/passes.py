@@ -136,8 +136,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     if passed.reported:  # another group of this step reports these losses
         own = [loss for name, loss in losses.items() if name not in passed.reported]
         contribution = contribution._replace(loss=tf.add_n([*distinct(own), tf.constant(0.0)]))
-    fraction = tf.cast(share.examples / size.examples, tf.float32)
-    written = parts_of_mean(written_by(inputs.values, passed.after), fraction)
+    written = parts_of_mean(written_by(inputs.values, passed.after), size.fraction(share))
     rows = Rows(passed.aux, passed.losses if plan.keep_losses else {})
     return Microbatch(contribution, nonfinite, written, replaced, rows)
 

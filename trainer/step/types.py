@@ -70,6 +70,10 @@ class GlobalBatchSize(NamedTuple):
         """Returns the size of the batch with these example weights: shape (global_batch,)."""
         return cls(tf.reduce_sum(tf.abs(weights)), count_examples(weights))
 
+    def fraction(self, share: Share) -> tf.Tensor:
+        """Returns a share's fraction of the examples; 0 if it is empty: shape (), float32."""
+        return tf.cast(share.examples / self.examples, tf.float32)
+
 
 class StepInputs(NamedTuple):
     """The inputs of one attempt at an update; only `share` differs by replica."""
