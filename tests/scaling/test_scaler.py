@@ -1,6 +1,5 @@
 """`LossScaler`: the state in variables, agreement of replicas, saving and merging."""
 
-import copy
 import dataclasses
 import pickle
 from typing import NamedTuple
@@ -308,35 +307,6 @@ def test_a_scaler_created_outside_the_scope_is_an_error(mirrored):
         tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, False)))()
 
     assert float(scaler.loss_scale) == 8.0
-
-
-class RecentState(NamedTuple):
-    """The state of a rule that remembers several numbers."""
-
-    loss_scale: tf.Tensor
-    recent: tf.Tensor
-
-
-class RecentRule:
-    """A rule with a vector in its state."""
-
-    def initial_state(self):
-        """Three numbers to remember."""
-        return RecentState(tf.constant(8.0), tf.constant([1.0, 2.0, 3.0]))
-
-    def advance(self, state, grads_finite):
-        """Moves the numbers on."""
-        del grads_finite
-        return state._replace(recent=tf.roll(state.recent, 1, 0))
-
-
-def test_a_state_may_hold_vectors():
-    """They are lists in `state_dict`, which a copy is made from."""
-    scaler = LossScaler(RecentRule())
-    scaler.assign(scaler.rule.advance(scaler.state, True))
-
-    assert scaler.state_dict() == {"loss_scale": 8.0, "recent": [3.0, 1.0, 2.0]}
-    assert copy.deepcopy(scaler).state_dict() == scaler.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,7 @@ def test_the_picture(path, tmp_path):
     assert list(lines["2^4"].get_xdata()) == [1, 2, 3, 4]
     assert [list(line.get_xdata()) for line in crosses] == [[1], []]
     assert [list(line.get_ydata()) for line in crosses] == [[16], []]
-    assert crosses[0].get_color() == lines["as recorded"].get_color()
     assert set(lines["best fixed scale"].get_ydata()) == {15}
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["as recorded", "2^4", "best fixed scale"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss scale")
-    assert axes.get_title() == "Loss scale by rule; a cross is a skipped step"
-    assert axes.yaxis.get_major_formatter()(15, 0) == "$2^{15}$"
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 

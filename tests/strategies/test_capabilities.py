@@ -1,11 +1,7 @@
 """The capabilities of every kind of strategy."""
 
 import dataclasses
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import fake_tpu
 import pytest
@@ -61,35 +57,3 @@ def test_a_gpu_is_not_a_cpu(monkeypatch):
     assert not strategies.capabilities(tf.distribute.OneDeviceStrategy("GPU:0")).on_cpu
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [f"one {kind}"])
     assert not strategies.capabilities(tf.distribute.get_strategy()).on_cpu
-
-
-PARAMETER_SERVERS = """
-import dataclasses, json
-import tensorflow as tf
-import strategies
-from strategies.launch import free_ports
-cluster = {kind: [f"127.0.0.1:{port}"] for kind, port in zip(("worker", "ps"), free_ports(2))}
-servers = [tf.distribute.Server(cluster, job_name=kind) for kind in cluster]
-resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-    tf.train.ClusterSpec(cluster), rpc_layer="grpc"
-)
-strategy = tf.distribute.ParameterServerStrategy(resolver)
-print(json.dumps(dataclasses.asdict(strategies.capabilities(strategy))))
-"""
-
-
-@pytest.mark.slow
-def test_parameter_servers_are_asynchronous():
-    """Parameter servers are asynchronous; the process that makes the strategy is the chief."""
-    result = subprocess.run(
-        [sys.executable, "-c", PARAMETER_SERVERS],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-    assert result.returncode == 0, result.stderr
-    found = strategies.Capabilities(**json.loads(result.stdout))
-    assert found == dataclasses.replace(PLAIN, asynchronous=True)
