@@ -2,9 +2,11 @@
 
 from trainer.checkpoint import folder
 from trainer.data.batches import untuned
+from trainer.step.averages import averages_of
 from trainer.step.randomness import key_source, make_keys
 
 __all__ = [
+    "averages_of",
     "checkpoints",
     "current_position",
     "folder",

@@ -30,6 +30,7 @@ WITHOUT_EXAMPLE = {
     "BatchResult": "Trainer",
     "DivergedError": "Trainer",
     "Share": "take",
+    "own_share": "shares",
     "DryRun": "Trainer",
     "MLflowTracker": "Tracker",
     "Overfit": "Trainer",

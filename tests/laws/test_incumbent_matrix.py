@@ -3,14 +3,13 @@
 from importlib.metadata import version
 from pathlib import Path
 
+import access
 import everything
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import copies
-
-from trainer.step.averages import averages_of
 
 pytestmark = pytest.mark.sampled
 
@@ -56,7 +55,7 @@ class Incumbent:
         """
         spectral, norm, own, dropout, _ = self.model.layers
         inner = self.optimizer.inner_optimizer
-        averages = [average for _, average in averages_of(inner)]
+        averages = [average for _, average in access.averages_of(inner)]
         no_slots = {id(inner.iterations), id(inner._learning_rate), *map(id, averages)}
         weights = self.model.trainable_variables
         return {
