@@ -16,7 +16,7 @@ OF_TIME = {"examples_per_second", "steps_per_second", "data_wait"}
 # Names that differ from run to run, and logs of a start that left no checkpoint: docs/resume.md.
 VARYING = re.compile(r"(events\.out\.tfevents|\d{15,}|previous-).*")
 IDENTITY = re.compile(r'"shared_object_id": \d+')
-CUT_SHORT = re.compile(r".*(\.tmp|\.old)|damaged-.*|writer\.json")
+CUT_SHORT = re.compile(r".*(\.tmp|\.old)|damaged-.*")
 
 
 def everything(folder):

@@ -119,21 +119,6 @@ def size_cells(rows: Sequence[VariableRow]) -> tuple[str, str]:
     return f"{parameters:,}", format_bytes(size)
 
 
-def format_markdown(settings: Mapping[str, object], rows: Sequence[VariableRow]) -> str:
-    """Returns the settings and the model as Markdown tables, which TensorBoard displays."""
-    lines = ["| setting | value |", "|---|---|"]
-    lines += [f"| {name} | `{value}` |" for name, value in flattened(settings).items()]
-    lines += [
-        "",
-        "| variable | shape | dtype | computes in | parameters |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = (f"`{row.name}`", row.shape, row.dtype, row.compute_dtype, f"{row.parameters:,}")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested settings as one dict.
 

@@ -20,7 +20,6 @@ from trainer.log.console import RunConsole
 from trainer.log.model_table import (
     VariableRow,
     build_table,
-    format_markdown,
     frozen_parameters,
     total_size,
 )
@@ -128,7 +127,6 @@ class RunLog:
                 "model": [row._asdict() for row in rows],
             }
         )
-        self.writers.write_text("run", step, format_markdown(written, rows))
 
     def log_end(self, summary: TrainSummary, target: int) -> None:
         """Logs the end of a call to `train`; prints the names of the log files, and the summary."""

@@ -21,10 +21,9 @@ from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 SUMS = "train", "gradients", "underflow", "float8"  # lines about all steps since the one before
-# Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
-# `tf.summary.text` add the same metadata, but they need the tensorboard package.
+# Metadata that tells TensorBoard that a value is a scalar. `tf.summary.scalar` adds the same
+# metadata, but it needs the tensorboard package.
 SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="scalars"), data_class=1)
-TEXT = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="text"), data_class=2)
 
 
 class RunWriters:
@@ -60,12 +59,6 @@ class RunWriters:
                 for name, value in scalars.items():
                     tf.summary.write(name, np.float32(value), metadata=SCALAR)
             writer.flush()
-
-    def write_text(self, name: str, step: int, markdown: str) -> None:
-        """Writes Markdown text to TensorBoard only."""
-        if self._folder is not None:
-            with self._event_writer(self._folder, "train").as_default(step):
-                tf.summary.write(name, markdown, metadata=TEXT)
 
     def write_line(self, line: Mapping[str, object]) -> None:
         """Appends a line to `metrics.jsonl`."""

@@ -6,8 +6,6 @@ import math
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from helpers import Linear, slopes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -218,31 +216,3 @@ def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
         assert again.evaluate((X, Y), global_batch=4) == found[step]
     for ours, theirs in zip(trainer.model.weights, plain.model.weights, strict=True):
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
-
-
-def test_a_module_is_kept_as_its_variables(tmp_path):
-    """A `tf.Module` is saved as a TensorFlow checkpoint, because its code cannot be saved."""
-
-    class Module(tf.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = tf.Variable([[1.0]])
-
-        def __call__(self, x):
-            return x @ self.weight
-
-    class OfModule(Linear):
-        def build_model(self):
-            return Module()
-
-        def compute_loss(self, batch, training):
-            return self.model(batch["x"])[:, 0] * batch["slope"]
-
-    trainer = OfModule(model_dir=tmp_path, checkpoints=Checkpoints(keep_best=1), verbose=False)
-    trainer.train(slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0))
-    path = tmp_path / "best" / "step-2"
-    again = Module()
-    tf.train.Checkpoint(model=again).read(str(path / "variables")).assert_consumed()
-
-    assert again.weight.numpy().item() == -1.0
-    assert folder.read_manifest(path)["results"] == {"loss": -1.0}

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from trainer.log.model_table import (
     build_table,
-    format_markdown,
     frozen_parameters,
     total_size,
     variable_rows,
@@ -87,11 +86,3 @@ def test_a_module_has_no_layers():
     assert (row.name, row.layer, row.compute_dtype) == ("weight:0", "", "")
     assert (row.shape, row.parameters, row.bytes) == ([2, 3], 6, 24)
     assert lines_of([row], detailed=False)[1] == ["weight:0", "float32", "6", "24", "B"]
-
-
-def test_markdown_for_tensorboard(rows):
-    """Two tables: the settings, and a line for each variable."""
-    settings, variables = format_markdown({"seed": 3}, rows[:1]).split("\n\n")
-
-    assert settings.splitlines()[-1] == "| seed | `3` |"
-    assert variables.splitlines()[-1] == (f"| `{rows[0].name}` | [2, 2] | float32 | float16 | 4 |")

@@ -31,10 +31,8 @@ def curves_of(folder):
     for record in tf.data.TFRecordDataset(str(events)):
         event = tf.compat.v1.Event.FromString(record.numpy())
         for value in event.summary.value:
-            assert value.metadata.plugin_data.plugin_name in ("scalars", "text")
-            if value.metadata.plugin_data.plugin_name == "scalars":
-                number = float(tf.make_ndarray(value.tensor))
-                curves.setdefault(value.tag, {})[event.step] = number
+            assert value.metadata.plugin_data.plugin_name == "scalars"
+            curves.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
     return curves
 
 
@@ -138,14 +136,3 @@ def test_rewinding_keeps_recoveries(tmp_path):
 
     writers.write_line({"step": 9, "split": "skip"})
     assert len(writers.rewind(4)) == 3
-
-
-def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
-    """With `model_dir=None`, every method does nothing."""
-    monkeypatch.chdir(tmp_path)
-    writers = write_steps(None, [1])
-    writers.write_text("run", 1, "text")
-
-    assert writers.rewind(0) == []
-    assert writers.describe_files() == ""
-    assert list(tmp_path.iterdir()) == []

@@ -54,21 +54,6 @@ def test_the_header(tmp_path):
     ]
 
 
-def test_the_end_of_a_run_is_described(tmp_path):
-    """A run without a recorded end is still running or was killed; an older run says nothing."""
-    failure = {"split": "failure", "step": 10, "error": "a.b.DataError: the data: bad"}
-    end = {"split": "end", "step": 10, "seconds": 1.0, "stopped": True}
-
-    for lines, expected in (
-        ([start_line(), TRAIN, end], "stopped on request after 1.0 s"),
-        ([start_line(), TRAIN, end | {"stopped": False}], "ended after 1.0 s"),
-        ([end, start_line(), TRAIN], "still running, or killed: no end is recorded"),
-        ([start_line(), TRAIN, failure], "ended by a.b.DataError"),
-        ([TRAIN], ""),
-    ):
-        assert facts.describe_end(read_run(write_lines(tmp_path, *lines))) == expected
-
-
 def test_the_settings_of_the_run_define_the_best_result(tmp_path):
     """They are `best_metric` and `best_is`. Without an evaluation, training results are compared."""
     start = start_line(best_metric="score", best_is="highest")
