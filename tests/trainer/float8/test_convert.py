@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from scaling.float8 import DelayedScaling
-from trainer import Checkpoints, Trainer
+from trainer import Trainer
 from trainer.float8.convert import convert_to_float8, product_sizes
 
 pytestmark = pytest.mark.filterwarnings(
@@ -98,40 +98,6 @@ def test_a_trainer_in_float8(tmp_path):
     resumed.export(tmp_path / "model.keras", precision="train")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backwards", [False, True])
-def test_a_run_can_start_from_weights_of_another_precision(tmp_path, backwards):
-    """From bfloat16 into float8 and back: the weights are the other run's, scales begin anew."""
-
-    def trainer(precision, **settings):
-        def model():
-            layers = [keras.layers.Dense(16, name=f"dense_{at}") for at in range(3)]
-            return keras.Sequential([keras.Input([16]), *layers], name="model")
-
-        return Trainer(
-            model=model,
-            optimizer="sgd",
-            loss_fn="mse",
-            precision=precision,
-            verbose=False,
-            jit_compile=False,
-            **settings,
-        )
-
-    data, precisions = (ROWS, ROWS), ["mixed_bfloat16", "mixed_float8"]
-    first, second = reversed(precisions) if backwards else precisions
-    before = trainer(first, model_dir=tmp_path)
-    before.train(data, steps=1, global_batch=8)
-    with pytest.raises(ValueError, match="inputs_scale"):
-        trainer(second, checkpoints=Checkpoints(init_from=tmp_path)).evaluate(data, global_batch=8)
-    skip = (r"_scale$", r"_amax_history$")
-    after = trainer(second, checkpoints=Checkpoints(init_from=tmp_path, init_from_skip=skip))
-    after.evaluate(data, global_batch=8)
-    assert after.model.layers[1].quantization_mode == (None if backwards else "float8")
-    for old, new in zip(before.model.layers, after.model.layers, strict=True):
-        np.testing.assert_array_equal(old.kernel.numpy(), new.kernel.numpy())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from plans import plan_of
 import scaling
 from scaling.float8 import DelayedScaling, losses_of_cast
 from scaling.float8.cast import FORMATS as FLOAT8
-from trainer import Losses, Monitoring, Skips, Trainer, Updates, convert_to_float8
+from trainer import Monitoring, Skips, Trainer, Updates, convert_to_float8
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.step import TrainState, attempt_step
 from trainer.step.float8 import (
@@ -177,39 +177,6 @@ def test_other_tensors_are_moved_by_keras():
     assert with_own_scales(written, before, found) == written
 
 
-@pytest.mark.thorough
-def test_layers_may_have_the_same_path():
-    """Two layers of one path are two layers: each is called once, and its tensors have own names."""
-    model = Two()
-    names = [each.name for each in float8_tensors(model)]
-    assert names[::3] == ["stack/dense/inputs", "stack/dense (2)/inputs"]
-    plan = plan_of(model, squared_error(model))
-    run = TrainState(plan.rule)
-    step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
-    assert bool(step(tf.constant(ROWS)).grads_finite)
-
-
-class Two(keras.Model):
-    """Two models with the same names, one after the other."""
-
-    def __init__(self):
-        """Builds and converts them."""
-        super().__init__()
-        self.parts = []
-        for _ in range(2):
-            layer = keras.layers.Dense(16, name="dense")
-            part = keras.Sequential([keras.Input([16]), layer], name="stack")
-            convert_to_float8(part, lambda _: True)
-            self.parts.append(part)
-        self.built = True
-
-    def call(self, inputs, training=False):
-        """The outputs of the second."""
-        for part in self.parts:
-            inputs = part(inputs, training=training)
-        return inputs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("frequency", [None, 2])
 def test_scales_have_no_moving_average(frequency):
@@ -307,43 +274,6 @@ class Recomputed(keras.layers.Layer):
         return tf.recompute_grad(functools.partial(self.inner, training=training))(inputs)
 
 
-@pytest.mark.thorough
-def test_a_rematerialized_layer_is_called_once():
-    """It runs again in the backward pass, and finds its scales once."""
-    model = keras.Sequential([keras.Input([16]), Recomputed(), keras.layers.Dense(1)])
-    plan = plan_of(model, squared_error(model))
-    run = TrainState(plan.rule)
-    step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
-    assert bool(step(tf.constant(ROWS)).grads_finite)
-    assert float(model.layers[0].inner.inputs_amax_history[0]) == np.abs(ROWS).max()
-
-
-@pytest.mark.thorough
-def test_the_check_of_masks_is_no_call_of_a_layer():
-    """The model is traced to compare its masks. Where nothing is padded, all is as without a mask."""
-    ids = np.tile([[1, 2, 3]], [4, 1])
-
-    def weights(mask_zero):
-        def model():
-            keras.utils.set_random_seed(0)
-            embedding = keras.layers.Embedding(5, 16, mask_zero=mask_zero)
-            pooled, hidden = keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(16)
-            made = keras.Sequential(
-                [keras.Input([3], dtype="int32"), embedding, pooled, hidden, keras.layers.Dense(1)]
-            )
-            hidden.quantize("float8")
-            return made
-
-        trainer = Trainer(
-            model=model, optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False
-        )
-        trainer.train((ids, np.ones([4, 1], "float32")), 2, global_batch=4)
-        return trainer.model.get_weights()
-
-    for masked, plain in zip(weights(mask_zero=True), weights(mask_zero=False), strict=True):
-        np.testing.assert_array_equal(masked, plain)
-
-
 @pytest.mark.slow
 def test_a_retried_step_is_as_if_begun_at_its_last_scale():
     """L20: attempts that overflow leave no trace in float8 scales and histories."""
@@ -376,33 +306,6 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale():
     assert (again.applied, again.retries) == (1, 0)
     for one, other in zip(retried, at_once, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.thorough
-def test_replicas_may_wait_for_each_other_in_the_pass(mirrored):
-    """`all_gather` in the loss: the scales and histories of one device, on two replicas."""
-
-    class Contrast(Trainer):
-        def build_model(self):
-            return stack()
-
-        def compute_loss(self, batch, training):
-            rows = self.all_gather(self.model(batch, training=training))
-            return tf.reduce_mean(tf.nn.log_softmax(tf.matmul(rows, rows, transpose_b=True))[:, 0])
-
-    found = []
-    for strategy in ("default", mirrored(2)):
-        trainer = Contrast(
-            optimizer=lambda: keras.optimizers.SGD(2.0**-10),
-            losses=Losses(reduction="global"),
-            strategy=strategy,
-            seed=0,
-            verbose=False,
-        )
-        trainer.train(ROWS, steps=2, global_batch=len(ROWS))
-        found.append(trainer.model.get_weights())
-    for one, two in zip(*found, strict=True):
-        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
 
 
 MANY = np.random.default_rng(5)

@@ -471,27 +471,6 @@ class Rates(Trainer):
         return {"base": losses, "head": losses}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("alternate", [False, True])
-def test_a_shared_loss_is_reported_once(mirrored, alternate):
-    """One loss under the names of two optimizers (discriminative learning rates) moves both parts, and
-    is reported and evaluated as it is, not twice as large.
-    """
-    rates = Rates(
-        strategy=mirrored(3), updates=Updates(alternate_optimizers=alternate), verbose=False
-    )
-    batch = {"x": np.ones([4, 1], np.float32)}
-    assert rates.evaluate(batch, global_batch=4)["loss"] == 4.0
-    [report] = attempt(rates, [batch])
-
-    assert report.loss == 4.0
-    base = 2.0 - 0.125 * 2.0
-    head = 2.0 - 0.5 * (base if alternate else 2.0)
-    assert [weight.numpy().item() for weight in rates.model.trainable_variables] == [base, head]
-    [report] = attempt(rates, [{"x": np.full([4, 1], np.nan, np.float32)}])
-    assert not report.grads_finite
-
-
 def test_a_shared_loss_out_of_a_compiled_function_is_evaluated_once():
     """A `tf.function` returns one tensor under two names as two outputs, which are still one loss."""
     rates = Rates(jit_compile=True, verbose=False)

@@ -4,7 +4,6 @@ import re
 
 import access
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from generators import ONE_OF_EACH
@@ -41,21 +40,6 @@ pytestmark = pytest.mark.sampled
 def test_every_compile_mode_computes_the_same(make, mode):
     """All compile modes give equal results except for rounding."""
     assert_close(trained_small(make=make), trained_small(make=make, jit_compile=mode))
-
-
-@pytest.mark.thorough
-def test_elementwise_compiles_no_products_or_convolutions():
-    """In mode "elementwise", XLA compiles elementwise operations but no product or convolution."""
-    trainer = trained_small(jit_compile="elementwise")
-    group = access.plan(trainer).groups[0]
-    [graph] = [each.graph for each in group.differentiate._list_all_concrete_functions()]
-    compiled = set()
-    for operation in graph.get_operations():
-        if "_XlaCompile" in operation.node_def.attr and operation.get_attr("_XlaCompile"):
-            compiled.add(operation.type)
-
-    assert {"AddV2", "Mul"} <= compiled
-    assert not {"Conv2D", "MatMul", "Conv2DBackpropFilter"} & compiled
 
 
 @pytest.mark.parametrize("mode", ["update", "step"])
@@ -106,25 +90,6 @@ def test_what_an_update_compiles(mode):
     assert (run is update) == (mode != "update")
     if mode == "update":
         assert run._jit_compile
-
-
-class Turned(SmallImages):
-    """A layer that XLA cannot compile, in front of the images' model."""
-
-    def build_model(self):
-        """Random rotations first."""
-        turn = keras.layers.RandomRotation(0.1, name="turn")
-        return keras.Sequential([keras.Input([8, 8, 1]), turn, super().build_model()])
-
-
-@pytest.mark.thorough
-def test_auto_does_not_compile_what_xla_cannot():
-    """jit_compile="auto", which starts with XLA in float16 on a CPU, runs such a model without it."""
-    trainer = Turned(optimizer=adam, precision="mixed_float16", verbose=False)
-    assert trainer.jit_compile is True
-    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
-
-    assert trainer.jit_compile is False
 
 
 @pytest.mark.thorough
@@ -268,25 +233,6 @@ def test_microbatches_of_a_whole_step_may_have_any_size(size, known):
     for trainer in trainers:
         trainer.train(data, steps=3)
     assert_close(*trainers)
-
-
-@pytest.mark.slow
-def test_what_is_constant_in_a_report_is_no_result_of_the_program():
-    """In mode "step", the program of XLA does not return what no step of its plan can change, and
-    the report is complete.
-    """
-    trainer = trained_small(jit_compile="step")
-    definition, library = definitions(access.traces(access.steps(trainer))[0])
-    [name] = compiled_functions(definition, library)
-    returned = {each.name for each in library[name].signature.output_arg}
-    data = tf.data.Dataset.from_tensors((IMAGES, LABELS)).repeat()
-    report, _ = access.steps(trainer)(iter(data), tf.constant(2))
-
-    assert len(returned) < len(report)
-    assert report.retries.numpy().tolist() == [0, 0]
-    assert report.in_float32.numpy().tolist() == [False, False]
-    assert np.isnan(report.max_magnitude.numpy()).all()
-    assert report.magnitude_counts.shape == report.underflow.shape == (2, 0)
 
 
 def test_an_operation_whose_size_depends_on_values_is_named_wherever_it_is_called():
