@@ -27,7 +27,6 @@ from trainer.fingerprint import (
 )
 from trainer.keras_compat import learning_rate_setting, recompute_constants
 from trainer.run.build import (
-    checkpoint_folder,
     create_metric_variables,
     give_saved_slots,
     make_checkpoints,
@@ -159,9 +158,7 @@ def adapted(
         if not same:
             slots = slots_now(trainer, slots)
         plan = make_plan(trainer, slots) if parts.plan.groups else plan_evaluation(trainer)
-        new = make_checkpoints(
-            trainer, parts.state, parts.metrics.train, checkpoint_folder(trainer)
-        )
+        new = make_checkpoints(trainer, parts.state, parts.metrics.train)
         new.continue_from(checkpoints)
         if not same:
             new.facts = new.facts | {"trained": trained_places(trainer)}
@@ -191,8 +188,7 @@ def with_metric_variables(trainer: "Trainer", parts: Parts, batch: Batch) -> Par
     with trainer.strategy.scope():
         if not create_metric_variables(trainer, parts.metrics, batch):
             return parts
-        metrics, folder = parts.metrics.train, checkpoint_folder(trainer)
-        checkpoints = make_checkpoints(trainer, parts.state, metrics, folder)
+        checkpoints = make_checkpoints(trainer, parts.state, parts.metrics.train)
     return parts._replace(checkpoints=checkpoints)  # which restores its newest checkpoint
 
 
@@ -240,8 +236,7 @@ def followed(trainer: "Trainer", parts: Parts, *, clean_up: bool) -> Parts:
     with trainer.strategy.scope():
         again = bool(parts.plan.groups) and give_saved_slots(trainer, parts.checkpoints)
         if again:
-            metrics = parts.metrics.train
-            new = make_checkpoints(trainer, parts.state, metrics, checkpoint_folder(trainer))
+            new = make_checkpoints(trainer, parts.state, parts.metrics.train)
             new.continue_from(parts.checkpoints)
             parts = parts._replace(checkpoints=new)
         restored = parts.checkpoints.follow(clean_up=clean_up)

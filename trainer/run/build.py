@@ -134,13 +134,11 @@ def build(trainer: "Trainer", batch: Batch, forward: Forward, *, training: bool 
         metrics = build_metrics(trainer)
         if forward == trainer.compute_loss:  # `predict` has no labels
             create_metric_variables(trainer, metrics, batch)
-        checkpoints = make_checkpoints(trainer, state, metrics.train, checkpoint_folder(trainer))
+        checkpoints = make_checkpoints(trainer, state, metrics.train)
         declared |= entries("metrics", metrics.train)
         again = give_saved_slots(trainer, checkpoints)
         if again:
-            checkpoints = make_checkpoints(
-                trainer, state, metrics.train, checkpoint_folder(trainer)
-            )
+            checkpoints = make_checkpoints(trainer, state, metrics.train)
         if training:
             checkpoints.restore()
         elif checkpoints.follow(clean_up=False) and checkpoints.latest:
@@ -361,9 +359,16 @@ def make_checkpoints(
     trainer: "Trainer",
     state: TrainState,
     metrics: MetricsByName,
-    folder: pathlib.Path | None,
+    folder: pathlib.Path | None = None,
 ) -> CheckpointSaver:
-    """Returns the checkpoints of a run, which hold all variables of its trainer."""
+    """Returns the checkpoints of a run, which hold all variables of its trainer.
+
+    Args:
+        trainer: the trainer.
+        state: the run's state.
+        metrics: the metrics of training.
+        folder: where to write; None for the trainer's own folder, if it writes checkpoints.
+    """
     model, known = trainer.model, optimizers_of(trainer)
     optimizers = known if can_train(trainer) else {}
     own = {name: each for name, each in vars(state).items() if isinstance(each, tf.Variable)}
@@ -383,7 +388,7 @@ def make_checkpoints(
     variables = {"model": weights_of(model)}
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
     return CheckpointSaver(
-        folder,
+        folder or checkpoint_folder(trainer),
         trainer.checkpoints.max_to_keep,
         contents,
         variables,
