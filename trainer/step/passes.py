@@ -97,7 +97,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     outside = values_outside(inputs.values, plan)
     with tf.GradientTape(persistent=len(plan.objectives) > 1) as tape:
         # A layer may have been created frozen, so watch its weights explicitly.
-        given = weights_among(inputs.values, len(weights))
+        given = [value for at, value in inputs.values.items() if int(at) < len(weights)]
         tape.watch([*weights, *given, *probes, *outside.values()])
         with layers_prepared(plan, probes), gathers(inputs, plan):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
@@ -202,11 +202,6 @@ def parts_of_mean(written: Values, fraction: tf.Tensor) -> Values:
     }
 
 
-def weights_among(values: Values, num_weights: int) -> list[tf.Tensor]:
-    """Returns the weights among the values of held-back variables."""
-    return [value for position, value in values.items() if int(position) < num_weights]
-
-
 def split_replaced(
     found: dict[int, Gradient], plan: MicrobatchPlan
 ) -> tuple[list[Gradient], Values]:
@@ -234,7 +229,8 @@ def split_replaced(
             continue
         if isinstance(gradient, tf.Tensor):
             gradient.set_shape(variable.shape)  # unknown after a reshape of the model's input
-        gradients.append(as_dense(gradient) if plan.dense else scaling.coalesce(gradient))
+        dense = plan.dense and gradient is not None
+        gradients.append(tf.convert_to_tensor(gradient) if dense else scaling.coalesce(gradient))
     return gradients, replaced
 
 
@@ -300,11 +296,6 @@ def warn_of_gradients(
             f"No gradient reaches {listed(names)}, so training does not change it. Set "
             "trainable=False if that is intended."
         )
-
-
-def as_dense(gradient: Gradient) -> tf.Tensor | None:
-    """Returns a gradient as a dense tensor, with repeated rows summed; None stays None."""
-    return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 class ForwardPass(NamedTuple):

@@ -648,42 +648,6 @@ def test_a_plain_module_is_a_model(mirrored, replicas, precision, num_microbatch
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SGD",
-        "Adam",
-        "AdamW",
-        "RMSprop",
-        "Adagrad",
-        "Adadelta",
-        "Adamax",
-        "Nadam",
-        "Ftrl",
-        "Lion",
-        "Adafactor",
-        "Lamb",
-    ],
-)
-def test_any_keras_optimizer_applies(mirrored, name):
-    """Every Keras optimizer takes a step on two replicas and does not move on a skipped one."""
-
-    class Optimized(Linear):
-        def build_optimizer(self):
-            return getattr(keras.optimizers, name)(0.5)
-
-    trainer = Optimized(strategy=mirrored(2))
-    reports = attempt(trainer, [slopes(1.0, 1.0), slopes(1.0, np.nan)])
-
-    assert next(reports).grads_finite
-    before = all_copies(trainer)
-    assert trainer.weight != 1.0
-    assert not next(reports).grads_finite
-    assert_same_bits(before, all_copies(trainer))
-    assert int(trainer.optimizer.iterations.numpy()) == 1
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_average_follows_updates(mirrored, replicas):
     """L10: the optimizer's EMA and schedule count updates: a skipped step moves neither."""

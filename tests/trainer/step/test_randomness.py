@@ -414,11 +414,6 @@ def test_keys_are_what_they_were():
     ]
 
 
-def test_a_step_without_generators_has_no_keys():
-    """Without generators no keys are computed."""
-    assert make_keys(tf.constant([0, 0], tf.int64), 0, 1, 2, 0).shape == (2, 0, 2)
-
-
 def in_while(draw):
     """Draws in the body of a loop."""
     return tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x + draw()), (0, tf.zeros([2])))
