@@ -63,6 +63,8 @@ def private_names(source, ours=()):
     """
     tree = ast.parse(source)
     own = {*defined_in(tree), *ours}
+    # Two objects of one class may call each other's.
+    methods = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     suffixes = {
         part.value
@@ -77,7 +79,7 @@ def private_names(source, ours=()):
         if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
             # What a class of Keras has, a subclass of it may read as `self._name`.
             of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if node.attr not in (OF_PYTHON | own if of_self else OF_PYTHON):
+            if node.attr not in OF_PYTHON | (own if of_self else methods):
                 yield node.attr
         elif isinstance(node, ast.Constant) and re.fullmatch("_[a-z][a-z_0-9]*", str(node.value)):
             if node.value not in own | suffixes | OF_PYTHON:
