@@ -254,8 +254,7 @@ def source_of_iterable(data: Any) -> Source:
             return StatefulSource(data.with_format("numpy"), f"Hugging Face {name}", length)
         return (TorchSource if package == "torchdata" else StatefulSource)(data, name, length)
     if hasattr(data, "__next__"):
-        endless = isinstance(data, itertools.count | itertools.cycle | itertools.repeat)
-        return OneShotSource(lambda: data, name, 2**63 if endless else None)
+        return OneShotSource(lambda: data, name)
     if package == "grain":
         return GrainSource(lambda: iter(data), f"Grain {name}", length)
     return IterableSource(lambda: iter(data), name, length)

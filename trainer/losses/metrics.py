@@ -309,7 +309,7 @@ def update_metric(
     if replicas_in_sync() == 1 or is_of_keras(type(metric)):
         call_user(metric.update_state, y, outputs, sample_weight=weights)
         return
-    if not is_of_keras(type(metric).update_state):
+    if not (is_of_keras(type(metric).update_state) or isinstance(metric, Ignoring)):
         warn_once(
             f"The variables of the metric {metric.name!r} are added up over replicas: right for "
             "sums and counts alone. Keep sums in the metric, and divide in result()."

@@ -294,8 +294,8 @@ def test_a_metric_may_return_its_variable(mirrored):
 @pytest.mark.sampled
 @pytest.mark.parametrize("ignored", [0, 255])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_names_leave_out_the_class_that_the_loss_ignores(ignored, weighted):
-    """As the loss does: an ignored label may be the number of no class."""
+def test_names_leave_out_the_class_that_the_loss_ignores(mirrored, caplog, ignored, weighted):
+    """As the loss does, on replicas too: an ignored label may be the number of no class."""
     random = np.random.default_rng(0)
     x = random.normal(size=[12, 4, 3]).astype(np.float32)
     y = random.integers(1, 4, [12, 4])
@@ -305,6 +305,7 @@ def test_names_leave_out_the_class_that_the_loss_ignores(ignored, weighted):
         model=lambda: keras.Sequential([keras.Input([4, 3]), keras.layers.Dense(4)]),
         loss_fn=LOSSES.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored),
         metrics=["accuracy", "crossentropy"],
+        strategy=mirrored(2) if weighted else "default",
         seed=0,
         verbose=False,
     )
@@ -317,6 +318,7 @@ def test_names_leave_out_the_class_that_the_loss_ignores(ignored, weighted):
     assert found["accuracy"] == pytest.approx(hits, rel=1e-5)
     assert found["crossentropy"] == pytest.approx(np.average(each, weights=of_each), rel=1e-5)
     assert trainer.metrics["accuracy"].get_config()["ignored"] == ignored
+    assert "added up over replicas" not in caplog.text  # which is for metrics of the user's own
 
 
 @pytest.mark.sampled
