@@ -94,6 +94,7 @@ def test_the_cause_of_a_finite_step_is_ignored():
         {"grace_steps": -1},
         {"low_scale_intervals": ((3.0, 25),)},
         {"low_scale_intervals": ((2.0, 25), (8.0, 0))},
+        {"low_scale_intervals": ((2.0, 2**30 + 1),)},
     ],
 )
 def test_errors(arguments):
