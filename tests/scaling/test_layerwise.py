@@ -13,8 +13,6 @@ import scaling
 from scaling.base.number_formats import is_power_of_two
 from scaling.layerwise import LayerwiseLossScale, layerwise_gradients
 
-pytestmark = pytest.mark.sampled
-
 HALF_EPS = 2.0**-11  # what one rounding to float16 moves a normal number by, at most, relatively
 
 
@@ -57,6 +55,7 @@ def plain_gradients(model, inputs, loss_fn, scale=1.0):
     return [gradient / scale for gradient in tape.gradient(loss, model.trainable_variables)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "wrap",
     [None, False, pytest.param(True, marks=pytest.mark.thorough)],
@@ -80,6 +79,7 @@ def test_gradients_without_rounding_equal_float32_bit_for_bit(wrap):
     assert float(weighted(model(inputs))) == float(result.loss)
 
 
+@pytest.mark.sampled
 def test_scales_shrink_again_where_gradients_grow():
     """Gradients shrink by 2^-24 and then grow by 2^32. The scale of 2^10 that is needed first would
     overflow later.
@@ -130,6 +130,7 @@ def mean(outputs):
     return tf.reduce_mean(tf.cast(outputs, tf.float32))
 
 
+@pytest.mark.sampled
 def test_no_single_scale_reaches_the_lowest_layers():
     """At every power of two, the first layer's gradient is exactly 0 or another one overflows."""
     model, _ = deep_chain()
@@ -142,6 +143,7 @@ def test_no_single_scale_reaches_the_lowest_layers():
         assert not np.any(kernel) or not scaling.all_finite(others), f"2^{exponent} does"
 
 
+@pytest.mark.sampled
 def test_layerwise_scales_reach_every_layer():
     """With layerwise scales all gradients are accurate up to rounding. Each layer rounds a sum of
     four products and a bias, forward and backward. All numbers are positive, so errors only add.
@@ -159,6 +161,7 @@ def test_layerwise_scales_reach_every_layer():
         np.testing.assert_allclose(actual, expected, rtol=bound)
 
 
+@pytest.mark.sampled
 def test_the_default_bounds_are_those_of_the_paper():
     """By default one layer scales by at most 16, and all layers together by at most 1024."""
     model, _ = deep_chain()
@@ -168,6 +171,7 @@ def test_the_default_bounds_are_those_of_the_paper():
     assert (totals[:-1] / totals[1:]).max() <= 16
 
 
+@pytest.mark.sampled
 def test_an_ordinary_loss_scale_can_be_used_in_addition():
     """L2: gradients with an additional loss scale equal those without it bit for bit."""
     model, inputs = dense_chain(exact_chain([-3] * 8)), INTEGERS * 2.0**10
@@ -184,6 +188,7 @@ def test_an_ordinary_loss_scale_can_be_used_in_addition():
     assert float(scaled.total_scales[0]) < float(unscaled_loss.total_scales[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [2.0**20, float("nan")])
 def test_an_overflow_appears_in_the_gradients(scale):
     """L5: inf and NaN reach the gradients of every layer, and the scales stay finite."""
@@ -195,6 +200,7 @@ def test_an_overflow_appears_in_the_gradients(scale):
     assert result.total_scales.numpy().tolist() == [1.0] * 3
 
 
+@pytest.mark.sampled
 def test_layers_of_every_kind():
     """Embeddings, convolutions, functions, dropout and frozen layers: the gradients equal those of
     one tape.
@@ -229,6 +235,7 @@ def test_layers_of_every_kind():
         )
 
 
+@pytest.mark.sampled
 def test_a_layer_that_is_trained_twice_is_an_error():
     """Its two gradients would have different scales. A layer without weights may occur twice."""
     layer, relu = keras.layers.Dense(2), keras.layers.ReLU()
@@ -239,6 +246,7 @@ def test_a_layer_that_is_trained_twice_is_an_error():
         layerwise_gradients([layer, layer], tf.ones([2, 2]), tf.reduce_sum)
 
 
+@pytest.mark.sampled
 def test_a_layer_that_the_loss_does_not_depend_on_has_no_gradients():
     """Behind a function without a gradient they are None, as on a tape."""
     layer = keras.layers.Dense(2)
