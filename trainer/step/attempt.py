@@ -361,6 +361,57 @@ def update_in_replicas(before: Before, inputs: StepInputs, plan: StepPlan) -> Ou
 # of a Keras model is assigned here, and all replicas reach the same verdict.
 
 
+def trace_passes(
+    inputs: StepInputs, plan: StepPlan
+) -> tuple[list[Passes], list[Variable | ByHandle]]:
+    """Traces each group's passes once on every replica, and asks the traces what they write.
+
+    The step calls these traces, each as often as the group has turns, and once more to test the
+    smallest scale. On TPUs and with parameter servers, where graphs do not tell which variable a
+    resource belongs to, nothing is traced beforehand, and what the passes may write are the
+    variables that the model and the given objects hold.
+
+    Args:
+        inputs: the step's inputs.
+        plan: the run's constants.
+
+    Returns:
+        The passes of each of `plan.groups`, and the variables that they write themselves.
+
+    Raises:
+        ValueError: if a pass writes to a table, a queue or an iterator: none can be restored.
+    """
+
+    def passes_of(group: UpdateGroup) -> Passes:
+        replica = functools.partial(run_share, group=group, plan=plan)
+
+        def run(scale_state: ScaleState, random: tf.Tensor) -> tuple[Microbatch, Values]:
+            # Other inputs are captured: an argument of a function is no constant inside of it.
+            own = inputs._replace(scale_state=scale_state, random=random)
+            results: tuple[Microbatch, Values] = plan.strategy.run(replica, args=(own,))
+            return results
+
+        return run
+
+    passes = [passes_of(group) for group in plan.groups]
+    found = strategies.capabilities(plan.strategy)
+    if found.asynchronous or found.decides_in_replica or tf.executing_eagerly():
+        return passes, list(plan.declared)
+    arguments = inputs.scale_state, key_source(inputs.random, 0, 1)
+    traces = [tf.function(run, autograph=False).get_concrete_function(*arguments) for run in passes]
+    written: dict[int, Variable | ByHandle] = {}
+    for trace in traces:
+        variables, others = written_variables(trace, plan.strategy)
+        for write in others:
+            raise ValueError(
+                "`compute_loss` must not change a table, a queue or an iterator: a skip cannot "
+                f"restore it; got {write.kind} at {write.name!r}"
+            )
+        for each in variables:
+            written[id(each.handle if isinstance(each, ByHandle) else each)] = each
+    return traces, list(written.values())
+
+
 def run_share(
     inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan
 ) -> tuple[Microbatch, Values]:
@@ -618,57 +669,6 @@ def retest_at_min_scale(
     test = at_min_scale if collectives else not_inlined(at_min_scale)
     tested: Outcome = tf.cond(overflowed & no_inf, test, lambda: outcome)
     return tested
-
-
-def trace_passes(
-    inputs: StepInputs, plan: StepPlan
-) -> tuple[list[Passes], list[Variable | ByHandle]]:
-    """Traces each group's passes once on every replica, and asks the traces what they write.
-
-    The step calls these traces, each as often as the group has turns, and once more to test the
-    smallest scale. On TPUs and with parameter servers, where graphs do not tell which variable a
-    resource belongs to, nothing is traced beforehand, and what the passes may write are the
-    variables that the model and the given objects hold.
-
-    Args:
-        inputs: the step's inputs.
-        plan: the run's constants.
-
-    Returns:
-        The passes of each of `plan.groups`, and the variables that they write themselves.
-
-    Raises:
-        ValueError: if a pass writes to a table, a queue or an iterator: none can be restored.
-    """
-
-    def passes_of(group: UpdateGroup) -> Passes:
-        replica = functools.partial(run_share, group=group, plan=plan)
-
-        def run(scale_state: ScaleState, random: tf.Tensor) -> tuple[Microbatch, Values]:
-            # Other inputs are captured: an argument of a function is no constant inside of it.
-            own = inputs._replace(scale_state=scale_state, random=random)
-            results: tuple[Microbatch, Values] = plan.strategy.run(replica, args=(own,))
-            return results
-
-        return run
-
-    passes = [passes_of(group) for group in plan.groups]
-    found = strategies.capabilities(plan.strategy)
-    if found.asynchronous or found.decides_in_replica or tf.executing_eagerly():
-        return passes, list(plan.declared)
-    arguments = inputs.scale_state, key_source(inputs.random, 0, 1)
-    traces = [tf.function(run, autograph=False).get_concrete_function(*arguments) for run in passes]
-    written: dict[int, Variable | ByHandle] = {}
-    for trace in traces:
-        variables, others = written_variables(trace, plan.strategy)
-        for write in others:
-            raise ValueError(
-                "`compute_loss` must not change a table, a queue or an iterator: a skip cannot "
-                f"restore it; got {write.kind} at {write.name!r}"
-            )
-        for each in variables:
-            written[id(each.handle if isinstance(each, ByHandle) else each)] = each
-    return traces, list(written.values())
 
 
 # 10. What the rule is told, and what the step reports.

@@ -860,9 +860,9 @@ def test_a_step_is_one_program(arguments):
 
 
 @pytest.mark.thorough
-def test_deciding_outside_the_replicas_makes_two_programs(monkeypatch):
-    """A decision in cross-replica context, as on other strategies, makes two programs, and every
-    gradient would leave the first.
+def test_deciding_outside_the_replicas_makes_several_programs(monkeypatch):
+    """A decision in cross-replica context, as on other strategies, makes more than one program, and
+    every gradient would leave the first.
     """
     real = strategies.capabilities
 
@@ -870,7 +870,7 @@ def test_deciding_outside_the_replicas_makes_two_programs(monkeypatch):
         return dataclasses.replace(real(strategy), decides_in_replica=False)
 
     monkeypatch.setattr(strategies, "capabilities", decided_outside)
-    assert fake_tpu.count(traced(precision="mixed_bfloat16"), "TPUReplicateMetadata") == 2
+    assert fake_tpu.count(traced(precision="mixed_bfloat16"), "TPUReplicateMetadata") > 1
 
 
 def test_a_replica_that_decides_alone_is_noticed():
