@@ -332,8 +332,7 @@ def with_groups(
     fuse = fuse and strategies.capabilities(plan.strategy).on_cpu
 
     def group_of(objectives: Sequence[Objective], earlier: Sequence[str]) -> UpdateGroup:
-        microbatch = microbatch_plan(plan, objectives, dense=dense, fuse=fuse)
-        microbatch = dataclasses.replace(microbatch, earlier=tuple(earlier))
+        microbatch = microbatch_plan(plan, objectives, earlier, dense=dense, fuse=fuse)
 
         def run(inputs: PassInputs) -> Microbatch:
             return differentiate(inputs, microbatch)
@@ -357,13 +356,19 @@ def with_groups(
 
 
 def microbatch_plan(
-    plan: StepPlan, objectives: Sequence[Objective], *, dense: bool, fuse: bool
+    plan: StepPlan,
+    objectives: Sequence[Objective],
+    earlier: Sequence[str] = (),
+    *,
+    dense: bool,
+    fuse: bool,
 ) -> MicrobatchPlan:
     """Returns the constants of the passes that compute the gradients of some objectives.
 
     Args:
         plan: the run's constants.
         objectives: the objectives.
+        earlier: names of the objectives that are updated before them in a step.
         dense: whether sparse gradients are made dense.
         fuse: whether BatchNormalization uses TensorFlow's fused kernel.
     """
@@ -374,6 +379,7 @@ def microbatch_plan(
         seeds=plan.seeds,
         compute_loss=plan.compute_loss,
         objectives=objectives,
+        earlier=tuple(earlier),
         dense=dense,
         single_pass=plan.single_pass,
         fuse_batch_norm=fuse,

@@ -218,8 +218,9 @@ def test_a_row_too_many_is_noticed_where_sizes_are_unknown(where, mode, num_micr
     reshape, which XLA refuses when it compiles. Aux is cut only where batches are divided.
     """
     trainer = WrongRows(where, jit_compile=mode, num_microbatches=num_microbatches)
+    data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?i)compute_loss"):
-        trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+        trainer.train(data, steps=1)
 
 
 @pytest.mark.slow
