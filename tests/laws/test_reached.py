@@ -203,7 +203,7 @@ def stacked_block(**settings):
 def test_a_rematerialized_generator_is_drawn_from_once():
     """L19: a generator that would draw other numbers in the backward pass is refused by name."""
     model = stacked_block(remat=True, calls=2)
-    with pytest.raises(ValueError, match="`model` must draw only once"):
+    with pytest.raises(ValueError, match="`model`"):
         after_steps(model, tf.distribute.get_strategy(), squared_error)
 
 
