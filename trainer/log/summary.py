@@ -322,7 +322,7 @@ class TrainSummary:
     position_bytes: int = 0  # bytes of that checkpoint that store the position in the data
     # The run's best evaluation on the data that it evaluates on now; None if it evaluated nothing.
     best: BestResult | None = None
-    schedule_lag: int = 0  # number of updates by which a learning-rate schedule lags behind steps
+    schedule_lag: int = 0  # number of steps by which a learning-rate schedule lags
     snapshot: Snapshot | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
@@ -352,8 +352,10 @@ class TrainSummary:
             size, position = format_bytes(self.checkpoint_bytes), format_bytes(self.position_bytes)
             where += f" ({size}, including {position} for the data position)"
         best = f"; best {self.best}" if self.best else ""
-        lag = f"{self.schedule_lag} update{'s' if self.schedule_lag > 1 else ''}"
-        schedule = f"; the schedule is {lag} behind the steps" if self.schedule_lag else ""
+        schedule = ""
+        if self.schedule_lag:
+            behind = f"{self.schedule_lag} step{'s' if self.schedule_lag > 1 else ''} behind"
+            schedule = f"; learning-rate schedule {behind}: skipped steps do not advance it"
         return (
             f"at step {self.step} after {self.steps_run} steps in {self.seconds:.1f} s: "
             f"{self.totals.applied} applied, {self.totals}, "

@@ -107,9 +107,9 @@ def test_the_last_line_of_a_run():
         "at step 12 after 4 steps in 1.2 s: 9 applied, 3 skipped (3 backward), loss_scale 2^14"
     )
     assert str(long) == (
-        "at step 12 after 4 steps in 1.2 s: 12 applied, 0 skipped, loss_scale 2^0; the schedule is "
-        "2 updates behind the steps; best loss 0.1000 at step 8; checkpoint runs/ckpt-12 (2.0 kB, "
-        "including 500 B for the data position)"
+        "at step 12 after 4 steps in 1.2 s: 12 applied, 0 skipped, loss_scale 2^0; learning-rate "
+        "schedule 2 steps behind: skipped steps do not advance it; best loss 0.1000 at step 8; "
+        "checkpoint runs/ckpt-12 (2.0 kB, including 500 B for the data position)"
     )
 
 

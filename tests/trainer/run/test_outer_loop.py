@@ -77,7 +77,7 @@ def test_the_summary_says_how_far_a_schedule_lags_behind(capsys):
     rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
     trainer = Scheduled(precision="mixed_float16", loss_scale=rule, jit_compile=False)
     trainer.train(STEEP, steps=1, global_batch=4)
-    assert "; the schedule is 1 update behind the steps" in capsys.readouterr().out
+    assert "; learning-rate schedule 1 step behind" in capsys.readouterr().out
     assert trainer.train(STEEP, steps=6, global_batch=4).schedule_lag == 3
 
 
