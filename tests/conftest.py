@@ -48,7 +48,7 @@ def pytest_addoption(parser):
         "--share",
         type=int,
         default=1,
-        help="try one in so many of the tests that the default run leaves out; others on other days",
+        help="try one in so many of the slow tests; others on other days",
     )
     parser.addoption(
         "--regenerate",
@@ -169,20 +169,17 @@ def mark_samples(items):
 
 
 def of_other_days(items, day, share):
-    """Yields what other days try of the tests that the default run leaves out: of slow tests single
-    cases, of others whole tests, which share what they set up.
-    """
+    """Yields the slow cases that other days try."""
     counts = collections.Counter()
     for item in items:
-        slow = item.get_closest_marker("slow") is not None
-        if share == 1 or not (slow or item.get_closest_marker("thorough")):
+        if share == 1 or not item.get_closest_marker("slow"):
             continue
         test = f"{path_of(item)}::{item.originalname}"
         nights = item.get_closest_marker("by_date")
-        days = nights.args[0] if nights and slow else share
+        days = nights.args[0] if nights else share
         if (zlib.crc32(test.encode()) + counts[test] + day) % days:
             yield item
-        counts[test] += slow
+        counts[test] += 1
 
 
 def path_of(item):

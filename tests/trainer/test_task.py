@@ -179,8 +179,15 @@ def as_model():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        ("float32", 1),
+        ("mixed_bfloat16", 2),
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+        pytest.param("mixed_bfloat16", 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_layer_is_a_model(tmp_path, mirrored, precision, replicas):
     """Its run, resumed half-way, has the bits of one whose model holds nothing but this layer."""

@@ -14,7 +14,7 @@ INTRODUCTION = """\
 {count} architectures that other people wrote, and what halfstep does with each of them. All are tiny
 and have random weights; nothing is downloaded. This page is generated from the entries of `tests/world`
 by `pytest tests/world --regenerate`, and each cell is what the tests expect. Ten architectures are
-tried in CI, the others within three nights. They need `pip install -e '.[world]'`.
+tried in CI, in two cells each, all cells within three nights. They need `pip install -e '.[world]'`.
 
 Each architecture is trained for three steps of {examples} examples through the public `Trainer`, and
 by a plain loop (`tf.GradientTape`, the mean of the losses, and the same optimizer) in float32 from the

@@ -202,7 +202,7 @@ def test_data_begins_at_the_same_step_after_a_restart(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("arrays", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("arrays", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_other_data_may_follow_after_a_restart(tmp_path, arrays):
     """A call of `train` that had ended before the batches does not bind the next one, which may have
     other values or another size of a batch; and the same data goes on in its place.
@@ -471,7 +471,7 @@ DIVIDED = [
 
 @pytest.mark.parametrize(
     "settings",
-    [DIVIDED[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in DIVIDED[1:])],
+    [DIVIDED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DIVIDED[1:])],
 )
 def test_losses_and_aux_of_this_batch(settings, mirrored):
     """`return_aux` returns the rows of the batch as the step computed them, also if it is skipped,
